@@ -1,0 +1,1 @@
+"""Runnable benchmarks, one module a question: `python -m benchmarks.NAME --json`."""

@@ -1,0 +1,1 @@
+"""The decode side of a worker: reserve, read, confirm, go on."""

@@ -1,0 +1,1 @@
+"""Where a request goes: hashing, index, cost, policies. Pure: no Ray, no asyncio, no torch, no HTTP."""

@@ -1,0 +1,74 @@
+"""The router's interface: where a request goes, and why.
+
+Pure: no sockets, no clock of its own (`now_s` is a parameter), no Ray. A router lives in each frontend;
+its bookings are its own and are corrected by the load reports of the workers.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["Choice", "Router", "RouterRequest", "WorkerView"]
+
+
+@dataclass(slots=True)
+class RouterRequest:
+    """What the router may know of a request."""
+
+    tokens: array[int]  # 'I', prompt and already generated
+    namespace: int  # hash seed of (model, adapter, salt)
+    max_tokens: int  # output still allowed
+    session: str | None = None
+    exclude: frozenset[str] = frozenset()  # workers that failed this request
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """A worker as the router sees it."""
+
+    ident: str
+    role: str  # prefill | decode
+    block_tokens: int
+    total_blocks: int
+    max_batch: int
+    draining: bool = False
+
+
+@dataclass(slots=True)
+class Choice:
+    """The router's answer. `prefill` is None when the decode worker computes the prompt itself.
+
+    `reasons`: per candidate, the terms (milliseconds or tokens, as named) it was compared by.
+    """
+
+    decode: str
+    prefill: str | None
+    cached_tokens: int = 0
+    predicted_ttft_ms: float | None = None
+    predicted_itl_ms: float | None = None
+    reasons: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+class Router(Protocol):
+    def add_worker(self, worker: WorkerView) -> None: ...
+
+    def remove_worker(self, ident: str) -> None: ...
+
+    def choose(self, request: RouterRequest, now_s: float) -> Choice:
+        """Raises NoWorker when no worker may take the request. Books nothing."""
+
+    def book(self, attempt: int, worker: str, request: RouterRequest, now_s: float) -> None:
+        """Count `attempt` as work of `worker` until `release`."""
+
+    def progress(self, attempt: int, tokens: int) -> None:
+        """`attempt` produced `tokens` more tokens (its prompt is computed)."""
+
+    def release(self, attempt: int) -> None:
+        """Idempotent."""
+
+    def on_load(self, ident: str, report: object, now_s: float) -> None: ...
+
+    def on_events(self, ident: str, epoch: int, events: object) -> bool:
+        """False: there is a gap, ask the worker for a snapshot."""

@@ -1,0 +1,1 @@
+"""How many workers each pool needs. Pure but for its connector."""

@@ -1,0 +1,1 @@
+"""The prefill side of a worker: chunks, leases, announcing KV to its reader."""

@@ -1,0 +1,239 @@
+"""The application's settings: frozen, validated at load, every one with its unit in its name.
+
+`load_config(args)` takes the `args` of the Serve YAML and raises ConfigError with one line that names
+key, value and what is allowed. Nothing else reads settings, and no module reads the environment but for
+the link key (serving/link_key.py). Settings that change live are owned by Control, not by this file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from serving.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Milliseconds = Annotated[float, Meta(gt=0, le=86_400_000)]
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]*$")]
+
+
+class Section(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all sections: unknown keys are errors."""
+
+
+class Slo(Section):
+    """Targets of one model, at `percentile`; TTFT may grow with the prompt's length."""
+
+    ttft_ms: Milliseconds = 800
+    ttft_ms_per_1k_tokens: Annotated[float, Meta(ge=0)] = 50
+    itl_ms: Milliseconds = 40
+    percentile: Annotated[float, Meta(gt=0, lt=100)] = 95
+
+
+class SimProfile(Section):
+    """Compute times and shape of a simulated model. A step takes
+    `step_ms + batch * step_ms_per_sequence + prompt tokens * prefill_ms_per_token`."""
+
+    step_ms: Annotated[float, Meta(ge=0)] = 0
+    step_ms_per_sequence: Annotated[float, Meta(ge=0)] = 0
+    prefill_ms_per_token: Annotated[float, Meta(ge=0)] = 0
+    context_tokens: Positive = 8192
+    kv_bytes_per_token: Annotated[int, Meta(ge=8)] = 64
+    decode_ms: Annotated[float, Meta(ge=0)] = 0  # period of a paced decode: steps start on multiples of it
+
+
+class EngineConfig(Section):
+    """One engine. `profile` (sim only): a file in configs/profiles, or the profile itself."""
+
+    kind: Literal["torch", "sim", "tensorrt_llm"] = "torch"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    block_tokens: Literal[8, 16, 32, 64, 128] = 32
+    kv_bytes: Annotated[int, Meta(ge=1 << 16)] = 1 << 30
+    chunk_tokens: Positive = 512  # most tokens one step computes
+    max_batch: Positive = 64  # most sequences one step computes
+    threads: Positive = 1
+    profile: str | SimProfile | None = None
+    transfer: Literal["nixl", "simulated"] = "nixl"
+
+
+class Parallel(Section):
+    tensor: Positive = 1
+    pipeline: Positive = 1
+
+
+class PoolConfig(Section):
+    """One Serve deployment: the prefill or the decode workers of a variant."""
+
+    replicas: Count = 1
+    min_replicas: Count = 1
+    max_replicas: Positive = 4
+    cpus: Annotated[float, Meta(ge=0)] = 1
+    gpus: Annotated[float, Meta(ge=0)] = 0
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class Variant(Section):
+    """One way to serve a model, with pools of its own."""
+
+    weights: str  # a path, or a name the manifest knows
+    name: Name = "main"
+    engine: EngineConfig = EngineConfig()
+    parallel: Parallel = Parallel()
+    prefill: PoolConfig = PoolConfig()
+    decode: PoolConfig = PoolConfig()
+
+
+class Model(Section):
+    name: Name
+    variants: Annotated[list[Variant], Meta(min_length=1)]
+    slo: Slo = Slo()
+
+
+class FrontendConfig(Section):
+    replicas: Positive = 1
+    max_inflight: Positive = 1024
+    body_limit_bytes: Annotated[int, Meta(ge=1024)] = 16 << 20
+
+
+class RouterConfig(Section):
+    policy: Literal["least_work"] = "least_work"
+
+
+class PlannerConfig(Section):
+    mode: Literal["off"] = "off"
+
+
+class Deadlines(Section):
+    """How long each stage of a request may take before it counts as failed."""
+
+    request_ms: Milliseconds = 600_000
+    queue_ms: Milliseconds = 30_000
+    prefill_ms: Milliseconds = 120_000
+    transfer_ms: Milliseconds = 10_000
+    first_token_ms: Milliseconds = 30_000
+    silence_ms: Milliseconds = 5_000
+
+
+class LinkConfig(Section):
+    """`host`: interface that links bind, default the node's own address; `port` 0: any free one."""
+
+    host: str | None = None
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    key_file: str | None = None
+
+
+class AppConfig(Section):
+    models: Annotated[list[Model], Meta(min_length=1)]
+    frontend: FrontendConfig = FrontendConfig()
+    router: RouterConfig = RouterConfig()
+    planner: PlannerConfig = PlannerConfig()
+    deadlines: Deadlines = Deadlines()
+    link: LinkConfig = LinkConfig()
+
+
+def load_config(args: Mapping[str, Any]) -> AppConfig:
+    """The settings in `args`; raises ConfigError naming key, value and what is allowed."""
+    try:
+        config = msgspec.convert(args, AppConfig)
+    except msgspec.ValidationError as error:
+        raise _explain(error, args) from None
+    _check_relations(config)
+    return config
+
+
+def _check_relations(config: AppConfig) -> None:
+    """What no single field can say."""
+    names = [model.name for model in config.models]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"models: name = {name!r} is used twice; every model needs its own")
+    for m, model in enumerate(config.models):
+        variants = [variant.name for variant in model.variants]
+        for v, variant in enumerate(model.variants):
+            at = f"models[{m}].variants[{v}]"
+            if variants.count(variant.name) > 1:
+                raise ConfigError(f"{at}.name = {variant.name!r} is used twice within {model.name!r}")
+            engine = variant.engine
+            if engine.kind == "sim" and engine.profile is None:
+                raise ConfigError(f"{at}.engine.profile is missing; engine kind 'sim' needs one")
+            if engine.kind != "sim" and engine.profile is not None:
+                raise ConfigError(f"{at}.engine.profile is for engine kind 'sim', not {engine.kind!r}")
+            if engine.chunk_tokens < engine.block_tokens:
+                raise ConfigError(
+                    f"{at}.engine.chunk_tokens = {engine.chunk_tokens}; "
+                    f"allowed: at least block_tokens ({engine.block_tokens})"
+                )
+            for pool_name, pool in (("prefill", variant.prefill), ("decode", variant.decode)):
+                if not pool.min_replicas <= pool.max_replicas:
+                    raise ConfigError(
+                        f"{at}.{pool_name}.min_replicas = {pool.min_replicas}; "
+                        f"allowed: at most max_replicas ({pool.max_replicas})"
+                    )
+                if pool.replicas > pool.max_replicas:
+                    raise ConfigError(
+                        f"{at}.{pool_name}.replicas = {pool.replicas}; "
+                        f"allowed: at most max_replicas ({pool.max_replicas})"
+                    )
+            if variant.decode.replicas < 1:
+                raise ConfigError(f"{at}.decode.replicas = 0; allowed: 1 or more, decode answers requests")
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`")
+_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
+
+
+def _explain(error: msgspec.ValidationError, args: Mapping[str, Any]) -> ConfigError:
+    text = str(error)
+    found = _AT.search(text)
+    path = found["path"].lstrip(".") if found else ""
+    what = _AT.sub("", text)
+    unknown = _UNKNOWN.match(what)
+    if unknown:
+        where = f"{path}." if path else ""
+        allowed = ", ".join(_fields_at(path))
+        return ConfigError(f"unknown key {where}{unknown['key']}; allowed here: {allowed}")
+    value = _value_at(args, path)
+    return ConfigError(f"{path or 'args'} = {value}: {what[:1].lower()}{what[1:]}")
+
+
+def _steps(path: str) -> list[str | int]:
+    return [int(n) if n else key for key, n in re.findall(r"([^.\[\]]+(?<!\d)|[A-Za-z_]\w*)|\[(\d+)\]", path)]
+
+
+def _value_at(args: Any, path: str) -> str:
+    for step in _steps(path):
+        try:
+            args = args[step]
+        except (KeyError, IndexError, TypeError):
+            return "(missing)"
+    text = repr(args)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _fields_at(path: str) -> list[str]:
+    """Names of the settings allowed at `path`, by walking the types along it."""
+    here: Any = AppConfig
+    for step in _steps(path):
+        if isinstance(step, int):
+            continue
+        info = {f.name: f.type for f in msgspec.structs.fields(here)}
+        here = _section_of(info.get(step))
+        if here is None:
+            return []
+    return [f.name for f in msgspec.structs.fields(here)]
+
+
+def _section_of(kind: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Section):
+        return kind
+    for inner in getattr(kind, "__args__", ()):
+        found = _section_of(inner)
+        if found is not None:
+            return found
+    return None

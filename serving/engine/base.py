@@ -1,0 +1,276 @@
+"""The engine seam: typed work in, one batch of outputs per step out.
+
+An engine knows nothing of HTTP, SSE, text or Ray. It runs on its own thread; every verb below may be
+called from any thread, returns at once and takes effect before the engine's next step. All blocks of
+its pool are owned by that thread.
+
+How a request lives here, by `Mode`:
+
+    LOCAL    submit -> tokens ... -> finished
+    PREFILL  submit -> chunks ... -> first token -> (finished, or leased until `release`)
+    DECODE   submit -> reserved -> [KV arrives outside] -> `kv_arrived` -> tokens ... -> finished
+
+`cancel` has an edge in every state and is idempotent. After `cancel` no output names the attempt.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType, Protocol
+
+import msgspec
+
+AttemptId = NewType("AttemptId", int)  # u64, unique over all frontends and time
+BlockId = NewType("BlockId", int)  # index into the pool's memory
+BlockHash = NewType("BlockHash", int)  # u64, chained (kvrouter.hashing)
+
+TOKEN_TYPECODE = "I"  # array('I'): token ids are unsigned 32 bit everywhere
+
+
+class Mode(str, Enum):
+    LOCAL = "local"  # prefill and decode on this worker
+    PREFILL = "prefill"  # up to the first token, then keep the KV for a reader
+    DECODE = "decode"  # the prompt's KV comes from a peer
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
+    """How to draw tokens, validated at the door; `None` is "off", never a sentinel number."""
+
+    max_tokens: int  # >= 1, total to generate over all attempts
+    seed: int  # u64; the frontend draws one when the client gave none
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # (0, 1]
+    top_k: int | None = None  # >= 1
+    min_p: float = 0.0  # [0, 1]
+    presence_penalty: float = 0.0  # [-2, 2]
+    frequency_penalty: float = 0.0  # [-2, 2]
+    repetition_penalty: float = 1.0  # (0, 10]
+    logit_bias: dict[int, float] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0  # no EOS and no stop token before this many
+    logprobs: int | None = None  # top logprobs beside the chosen one; 0 = the chosen one alone
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(slots=True)
+class Work:
+    """One attempt at (a piece of) a request.
+
+    `tokens` is the prompt followed by what earlier attempts already generated; the next token to draw
+    has position `len(tokens)`. `n_prompt` marks where the client's prompt ends: penalties, `min_tokens`
+    and `max_tokens` count from there, so a resumed request goes on as if nothing had happened.
+    """
+
+    attempt: AttemptId
+    mode: Mode
+    tokens: array[int]  # typecode 'I'
+    n_prompt: int  # 1 <= n_prompt <= len(tokens)
+    params: SamplingParams
+    namespace: int  # hash seed of (model, adapter, salt); see kvrouter.hashing.namespace_seed
+    priority: int = 0
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural log, of the unmodified distribution) of one drawn token."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]  # (token, logprob), best first
+
+
+@dataclass(slots=True)
+class Reserved:
+    """DECODE: every block the prompt needs is reserved; the first `n_cached` already hold their KV."""
+
+    attempt: AttemptId
+    blocks: list[BlockId]  # ceil(len(tokens) / block_tokens)
+    n_cached: int  # leading blocks that need no transfer
+
+
+@dataclass(slots=True)
+class ChunkReady:
+    """PREFILL: the KV of blocks `[first, first + len(blocks))` of this prompt is final and pinned.
+
+    `last` is set on the chunk that ends the prompt; `token` is then the first generated token, or None
+    when the request already finished on it (nobody needs the KV).
+    """
+
+    attempt: AttemptId
+    first: int  # index of blocks[0] within the prompt
+    blocks: list[BlockId]
+    last: bool
+    token: int | None = None
+
+
+@dataclass(slots=True)
+class Finished:
+    attempt: AttemptId
+    reason: FinishReason
+
+
+@dataclass(slots=True)
+class Started:
+    """The attempt got its blocks and runs; `n_cached` prompt tokens need no computing."""
+
+    attempt: AttemptId
+    n_cached: int
+
+
+@dataclass(slots=True)
+class Failed:
+    attempt: AttemptId
+    message: str
+
+
+@dataclass(slots=True)
+class StoredRun:
+    """Blocks that became findable, a chain: `hashes[0]` follows `parent` (None at a prompt's start)."""
+
+    parent: BlockHash | None
+    hashes: list[BlockHash]
+
+
+@dataclass(slots=True)
+class BlockStates:
+    """Every block counted once, by precedence used > leased > quarantined > cached > free."""
+
+    total: int
+    used: int
+    leased: int
+    quarantined: int
+    cached: int
+    free: int
+
+    @property
+    def conserved(self) -> bool:
+        return self.total == self.used + self.leased + self.quarantined + self.cached + self.free
+
+
+@dataclass(slots=True)
+class Load:
+    """What the engine looks like right after a step."""
+
+    step: int
+    running: int  # sequences in the batch
+    waiting: int  # sequences not yet started
+    waiting_tokens: int  # prompt tokens still to compute, waiting and running
+    batch_tokens: int  # tokens computed by this step
+    step_ms: float
+    runnable: bool  # work is left that the next step could advance
+    blocks: BlockStates
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotone totals since the engine started; what tests and metrics read."""
+
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    tokens_generated: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    prefill_seconds: float = 0.0  # step time attributed to prompt tokens
+    decode_seconds: float = 0.0
+    content_checks: int = 0  # sim: blocks whose transferred bytes were checked
+    content_errors: int = 0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """All that one step produced. The token columns are parallel lists, one entry a token."""
+
+    load: Load
+    attempts: list[AttemptId] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)  # 0 = the token after the prompt
+    tokens: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by index into the columns
+    started: list[Started] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    reserved: list[Reserved] = field(default_factory=list)
+    chunks: list[ChunkReady] = field(default_factory=list)
+    stored: list[StoredRun] = field(default_factory=list)
+    removed: list[BlockHash] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do; asked-for features it lacks are refused with a 400 at the door."""
+
+    streamed_handoff: bool = True
+    seeded_resume: bool = True
+    logprobs: bool = True
+    penalties: bool = True
+    logit_bias: bool = True
+    block_states: bool = True
+    migrate_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemory:
+    """The block pool's memory: one contiguous region, block `b` at `address + b * block_bytes`."""
+
+    address: int
+    block_bytes: int
+    n_blocks: int
+    device: int = 0
+    kind: str = "DRAM"  # NIXL's memory type: DRAM or VRAM
+    owner: object = None  # keeps the region alive: KV memory is never freed while a peer may read it
+
+    @property
+    def n_bytes(self) -> int:
+        return self.block_bytes * self.n_blocks
+
+
+class Engine(Protocol):
+    """See the module docstring for the order of calls."""
+
+    capabilities: Capabilities
+    memory: KVMemory
+    layout: str  # fingerprint of model, dtype, block and heads (serving.kv.layout)
+    block_tokens: int
+    context_tokens: int
+    counters: Counters
+
+    def start(self, on_step: Callable[[StepOutput], None]) -> None:
+        """Start the engine's thread; it calls `on_step` after every step that produced something.
+
+        `on_step` must not block: it runs on the engine's thread.
+        """
+
+    def submit(self, work: Work) -> None: ...
+
+    def cancel(self, attempt: AttemptId, *, quarantine: bool = False) -> None:
+        """Forget `attempt` and free what it holds; idempotent.
+
+        With `quarantine` its blocks stay out of use until `end_quarantine`: a read into them may still
+        be in flight.
+        """
+
+    def end_quarantine(self, attempt: AttemptId) -> None: ...
+
+    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
+        """DECODE: all blocks of `Reserved` hold the prompt's KV; go on after `token`, position 0."""
+
+    def release(self, attempt: AttemptId) -> None:
+        """PREFILL: nobody needs the blocks of `attempt` any more (read, expired or refused); idempotent."""
+
+    def stop(self) -> None:
+        """End the thread; waits for the running step. The memory stays allocated."""
+
+
+class EngineDied(Exception):
+    """The engine's thread ended on an exception; the worker is of no use any more."""

@@ -1,0 +1,1 @@
+"""The torch engine: transformers model classes on a paged, block-major KV pool."""
