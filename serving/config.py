@@ -26,7 +26,7 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all sections: unknown keys are errors."""
 
 
-class Slo(Section):
+class Slo(Section, frozen=True):
     """Targets of one model, at `percentile`; TTFT may grow with the prompt's length."""
 
     ttft_ms: Milliseconds = 800
@@ -35,7 +35,7 @@ class Slo(Section):
     percentile: Annotated[float, Meta(gt=0, lt=100)] = 95
 
 
-class SimProfile(Section):
+class SimProfile(Section, frozen=True):
     """Compute times and shape of a simulated model. A step takes
     `step_ms + batch * step_ms_per_sequence + prompt tokens * prefill_ms_per_token`."""
 
@@ -47,7 +47,7 @@ class SimProfile(Section):
     decode_ms: Annotated[float, Meta(ge=0)] = 0  # period of a paced decode: steps start on multiples of it
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True):
     """One engine. `profile` (sim only): a file in configs/profiles, or the profile itself."""
 
     kind: Literal["torch", "sim", "tensorrt_llm"] = "torch"
@@ -62,12 +62,12 @@ class EngineConfig(Section):
     transfer: Literal["nixl", "simulated"] = "nixl"
 
 
-class Parallel(Section):
+class Parallel(Section, frozen=True):
     tensor: Positive = 1
     pipeline: Positive = 1
 
 
-class PoolConfig(Section):
+class PoolConfig(Section, frozen=True):
     """One Serve deployment: the prefill or the decode workers of a variant."""
 
     replicas: Count = 1
@@ -78,7 +78,7 @@ class PoolConfig(Section):
     labels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Variant(Section):
+class Variant(Section, frozen=True):
     """One way to serve a model, with pools of its own."""
 
     weights: str  # a path, or a name the manifest knows
@@ -89,27 +89,27 @@ class Variant(Section):
     decode: PoolConfig = PoolConfig()
 
 
-class Model(Section):
+class Model(Section, frozen=True):
     name: Name
     variants: Annotated[list[Variant], Meta(min_length=1)]
     slo: Slo = Slo()
 
 
-class FrontendConfig(Section):
+class FrontendConfig(Section, frozen=True):
     replicas: Positive = 1
     max_inflight: Positive = 1024
     body_limit_bytes: Annotated[int, Meta(ge=1024)] = 16 << 20
 
 
-class RouterConfig(Section):
+class RouterConfig(Section, frozen=True):
     policy: Literal["least_work"] = "least_work"
 
 
-class PlannerConfig(Section):
+class PlannerConfig(Section, frozen=True):
     mode: Literal["off"] = "off"
 
 
-class Deadlines(Section):
+class Deadlines(Section, frozen=True):
     """How long each stage of a request may take before it counts as failed."""
 
     request_ms: Milliseconds = 600_000
@@ -120,7 +120,7 @@ class Deadlines(Section):
     silence_ms: Milliseconds = 5_000
 
 
-class LinkConfig(Section):
+class LinkConfig(Section, frozen=True):
     """`host`: interface that links bind, default the node's own address; `port` 0: any free one."""
 
     host: str | None = None
@@ -128,7 +128,7 @@ class LinkConfig(Section):
     key_file: str | None = None
 
 
-class AppConfig(Section):
+class AppConfig(Section, frozen=True):
     models: Annotated[list[Model], Meta(min_length=1)]
     frontend: FrontendConfig = FrontendConfig()
     router: RouterConfig = RouterConfig()

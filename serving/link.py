@@ -1,0 +1,331 @@
+"""One authenticated, multiplexed TCP connection: length-prefixed msgpack frames, callbacks, beats.
+
+A connection opens with Hello from both sides, each with a fresh nonce, then Proof: an HMAC-SHA256 over
+both hellos and the direction, keyed by the link key. Nothing else is read before the proof holds, and
+until then a frame may have 4 KiB at most. After it every side sends Beat each `BEAT_S`; a link that was
+silent for `DEAD_S` is aborted (a silent partition is invisible to both sockets).
+
+Frame: u32 little-endian length, then the payload. No pickle crosses a link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol, cast
+
+import msgspec
+
+from serving import __version__, wire
+from serving.errors import FrameRefused, HandshakeRefused, LinkError
+from serving.wire import AnyMessage, Beat, Hello, Message, Proof, Refusal
+
+log = logging.getLogger("kvrelay.link")
+
+BEAT_S = 0.5
+DEAD_S = 2.0
+HANDSHAKE_S = 5.0
+HANDSHAKE_FRAME_BYTES = 4096
+FRAME_BYTES = 64 << 20
+SEND_BUFFER_BYTES = 64 << 20  # a peer that reads slower than this lags behind is cut off
+NONCE_BYTES = 32
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who a process is on its links; `epoch` is fresh per incarnation."""
+
+    kind: str  # frontend | worker | control
+    ident: str
+    epoch: int
+
+    @classmethod
+    def fresh(cls, kind: str, ident: str) -> Identity:
+        return cls(kind, ident, int.from_bytes(os.urandom(7), "little"))
+
+
+class LinkHandler(Protocol):
+    """Called on the event loop; must not block or raise."""
+
+    def on_open(self, link: Link) -> None: ...
+
+    def on_message(self, link: Link, message: AnyMessage) -> None: ...
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """Exactly once per opened link, whoever ended it."""
+
+
+class _State(Enum):
+    HELLO = 0
+    PROOF = 1
+    OPEN = 2
+    CLOSED = 3
+
+
+class Link(asyncio.Protocol):
+    """Either end of a connection. `beat` supplies the fields of the beats we send."""
+
+    def __init__(
+        self,
+        me: Identity,
+        key: bytes,
+        handler: LinkHandler,
+        *,
+        dialled: bool,
+        beat: Callable[[], Beat] = Beat,
+    ) -> None:
+        self.me = me
+        self.peer: Hello | None = None
+        self.peer_beat = Beat()
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._key = key
+        self._handler = handler
+        self._dialled = dialled
+        self._beat = beat
+        self._state = _State.HELLO
+        self._buffer = bytearray()
+        self._limit = HANDSHAKE_FRAME_BYTES
+        self._reason = "closed by the peer"
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard_s = 0.0
+        self._hello = Hello(
+            wire=wire.WIRE_VERSION,
+            oldest_wire=wire.OLDEST_WIRE_VERSION,
+            package=__version__,
+            kind=me.kind,
+            ident=me.ident,
+            epoch=me.epoch,
+            nonce=os.urandom(NONCE_BYTES),
+        )
+
+    # -- verbs
+
+    @property
+    def closed(self) -> bool:
+        return self._state is _State.CLOSED
+
+    @property
+    def name(self) -> str:
+        """The peer, for logs."""
+        return f"{self.peer.kind} {self.peer.ident}" if self.peer else "an unknown peer"
+
+    def send(self, message: Message) -> None:
+        """Queue one frame; silently dropped when the link is closed (its owner hears `on_lost`)."""
+        if self._state is _State.OPEN:
+            self._write(message)
+
+    def close(self, reason: str) -> None:
+        """End the link now. Idempotent; `on_lost` follows if it was open."""
+        if self._state is not _State.CLOSED and self._transport is not None:
+            self._reason = reason
+            self._transport.abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        loop = asyncio.get_running_loop()
+        self._heard_s = loop.time()
+        self._timer = loop.call_later(HANDSHAKE_S, self._handshake_late)
+        self._write(self._hello)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        buffer = self._buffer
+        buffer += data
+        start, end = 0, len(buffer)
+        try:
+            while end - start >= 4 and self._state is not _State.CLOSED:
+                (length,) = _LENGTH.unpack_from(buffer, start)
+                if length > self._limit:
+                    raise FrameRefused(f"a frame of {length} bytes; allowed: {self._limit}")
+                if end - start - 4 < length:
+                    break
+                message = self._decode(bytes(memoryview(buffer)[start + 4 : start + 4 + length]))
+                start += 4 + length
+                self._receive(message)
+        except LinkError as error:
+            self._refuse(error.message)
+            return
+        if start:
+            del buffer[:start]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        was_open = self._state is _State.OPEN
+        self._state = _State.CLOSED
+        if self._timer is not None:
+            self._timer.cancel()
+        self._buffer.clear()
+        reason = f"{type(exc).__name__}: {exc}" if exc is not None else self._reason
+        if not self.opened.done():
+            self.opened.set_exception(HandshakeRefused(reason))
+            self.opened.exception()  # a server has nobody waiting for it
+        if was_open:
+            self._handler.on_lost(self, reason)
+
+    # -- inside
+
+    def _decode(self, payload: bytes) -> AnyMessage:
+        try:
+            return wire.decode(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise FrameRefused(f"bytes that are no message: {error}") from None
+
+    def _receive(self, message: AnyMessage) -> None:
+        if self._state is _State.OPEN:
+            if isinstance(message, Beat):
+                self.peer_beat = message
+            else:
+                self._handler.on_message(self, message)
+        elif isinstance(message, Refusal):
+            raise HandshakeRefused(f"{self.name} refused the link: {message.reason[:200]}")
+        elif self._state is _State.HELLO and isinstance(message, Hello):
+            self._on_hello(message)
+        elif self._state is _State.PROOF and isinstance(message, Proof):
+            self._on_proof(message)
+        else:
+            raise HandshakeRefused(f"{type(message).__name__} during the handshake")
+
+    def _on_hello(self, hello: Hello) -> None:
+        if len(hello.nonce) != NONCE_BYTES or hello.nonce == self._hello.nonce:
+            raise HandshakeRefused("a hello without a nonce of its own")
+        if hello.wire < wire.OLDEST_WIRE_VERSION or hello.oldest_wire > wire.WIRE_VERSION:
+            raise HandshakeRefused(
+                f"wire versions {hello.oldest_wire}..{hello.wire} (package {hello.package}) do not meet "
+                f"ours {wire.OLDEST_WIRE_VERSION}..{wire.WIRE_VERSION} (package {__version__})"
+            )
+        self.peer = hello
+        self._state = _State.PROOF
+        self._write(Proof(self._mac(self._hello, hello, self._dialled)))
+
+    def _on_proof(self, proof: Proof) -> None:
+        assert self.peer is not None
+        expected = self._mac(self.peer, self._hello, not self._dialled)
+        if not hmac.compare_digest(proof.mac, expected):
+            raise HandshakeRefused("wrong link key")
+        self._state = _State.OPEN
+        self._limit = FRAME_BYTES
+        if self._timer is not None:
+            self._timer.cancel()
+        self._tick(asyncio.get_running_loop().time())
+        if not self.opened.done():
+            self.opened.set_result(None)
+        self._handler.on_open(self)
+
+    def _mac(self, signer: Hello, other: Hello, signer_dialled: bool) -> bytes:
+        direction = b"dialler" if signer_dialled else b"listener"
+        text = direction + wire.encode(signer) + wire.encode(other)
+        return hmac.new(self._key, text, hashlib.sha256).digest()
+
+    def _write(self, message: Message) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        payload = wire.encode(message)
+        transport.write(_LENGTH.pack(len(payload)) + payload)
+        if transport.get_write_buffer_size() > SEND_BUFFER_BYTES:
+            self.close(f"reads too slowly: {SEND_BUFFER_BYTES} bytes behind")
+
+    def _tick(self, due_s: float) -> None:
+        """Send a beat; abort if the peer was silent. A tick that ran late itself blames nobody."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if now - due_s > BEAT_S:
+            self._heard_s = now
+        elif now - self._heard_s > DEAD_S:
+            self.close(f"silent for {now - self._heard_s:.1f} s")
+            return
+        self._write(self._beat())
+        due = now + BEAT_S
+        self._timer = loop.call_at(due, self._tick, due)
+
+    def _handshake_late(self) -> None:
+        self._refuse(f"handshake not done within {HANDSHAKE_S} s")
+
+    def _refuse(self, reason: str) -> None:
+        """Tell the peer why, then close. A refused peer is logged once, without its bytes."""
+        log.warning("link to %s refused: %s", self.name, reason)
+        self._reason = reason
+        if self._state is not _State.CLOSED and self._transport is not None:
+            self._write(Refusal(reason[:200]))
+            self._transport.close()
+            if self._state is not _State.OPEN:
+                self._state = _State.CLOSED
+
+
+async def dial(
+    address: str,
+    me: Identity,
+    key: bytes,
+    handler: LinkHandler,
+    *,
+    timeout_s: float = DEAD_S,
+    beat: Callable[[], Beat] = Beat,
+) -> Link:
+    """An open link to `host:port`. Raises LinkError when the peer cannot be reached or refuses."""
+    host, _, port = address.rpartition(":")
+    loop = asyncio.get_running_loop()
+    link: Link | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, link = await loop.create_connection(
+                lambda: Link(me, key, handler, dialled=True, beat=beat), host, int(port)
+            )
+            await asyncio.shield(link.opened)
+    except TimeoutError:
+        raise LinkError(f"{address} did not answer within {timeout_s} s") from None
+    except (OSError, ValueError) as error:
+        raise LinkError(f"{address}: {error}") from None
+    finally:
+        if link is not None and link._state is not _State.OPEN:
+            link.close("given up")
+    return link
+
+
+class LinkServer:
+    """Accepts links on one interface. `start` and `stop` are a pair."""
+
+    def __init__(
+        self, me: Identity, key: bytes, handler: LinkHandler, *, beat: Callable[[], Beat] = Beat
+    ) -> None:
+        self._me = me
+        self._key = key
+        self._handler = handler
+        self._beat = beat
+        self._server: asyncio.Server | None = None
+        self._links: set[Link] = set()
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen on `host` only; returns the `host:port` that peers dial."""
+        self._server = await asyncio.get_running_loop().create_server(self._accept, host, port)
+        bound: Any = self._server.sockets[0].getsockname()
+        return f"{bound[0]}:{bound[1]}"
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for link in list(self._links):
+                link.close("the process is stopping")
+
+    def _accept(self) -> Link:
+        link = Link(self._me, self._key, self._handler, dialled=False, beat=self._beat)
+        self._links.add(link)
+        link.opened.add_done_callback(lambda _: self._forget_closed())
+        return link
+
+    def _forget_closed(self) -> None:
+        self._links = {link for link in self._links if not link.closed}
