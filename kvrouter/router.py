@@ -10,7 +10,18 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
-__all__ = ["Choice", "Router", "RouterRequest", "WorkerView"]
+__all__ = ["Choice", "LoadLike", "Router", "RouterRequest", "WorkerView"]
+
+
+class LoadLike(Protocol):
+    """What a router reads of a worker's load report (serving.wire.LoadReport)."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    total_blocks: int
+    step_ms: float
 
 
 @dataclass(slots=True)
@@ -21,7 +32,7 @@ class RouterRequest:
     namespace: int  # hash seed of (model, adapter, salt)
     max_tokens: int  # output still allowed
     session: str | None = None
-    exclude: frozenset[str] = frozenset()  # workers that failed this request
+    avoid: frozenset[str] = frozenset()  # workers that failed it: only when nobody else is left
 
 
 @dataclass(slots=True)
@@ -68,7 +79,11 @@ class Router(Protocol):
     def release(self, attempt: int) -> None:
         """Idempotent."""
 
-    def on_load(self, ident: str, report: object, now_s: float) -> None: ...
+    def on_load(self, ident: str, report: LoadLike, now_s: float) -> None: ...
+
+    @property
+    def in_flight(self) -> int:
+        """Bookings not released yet."""
 
     def on_events(self, ident: str, epoch: int, events: object) -> bool:
         """False: there is a gap, ask the worker for a snapshot."""

@@ -59,7 +59,6 @@ class EngineConfig(Section, frozen=True):
     max_batch: Positive = 64  # most sequences one step computes
     threads: Positive = 1
     profile: str | SimProfile | None = None
-    transfer: Literal["nixl", "simulated"] = "nixl"
 
 
 class Parallel(Section, frozen=True):

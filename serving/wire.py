@@ -209,6 +209,7 @@ class PeerWelcome(Message, tag="peer-ok"):
     block_bytes: int
     n_blocks: int
     device: int
+    kind: str = "DRAM"  # memory type: DRAM or VRAM
 
 
 class Attach(Message, tag="attach"):

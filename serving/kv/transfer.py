@@ -1,4 +1,4 @@
-"""Moving KV blocks between two workers' pools: the protocol, and an in-process form for tests.
+"""Moving KV blocks between two workers' pools: the protocol. Real: nixl.py; in one process: local.py.
 
 A transfer only ever *reads* a peer's memory into its own. It knows agents and block ids, nothing of
 requests. All calls run on one thread (the kv-io thread, serving/kv/io.py): agents are not thread safe,
@@ -6,7 +6,8 @@ and connecting or posting can block for seconds.
 
 In words of `serving.kv.nixl`: `start_read` posts, `poll` makes progress and tells which reads ended.
 A read whose deadline passed is *abandoned*, not gone: its destination may still be written, so its blocks
-stay quarantined until `poll` reports it ended or its peer was removed.
+stay quarantined until `poll` reports it ended. Removing the peer is no fence either (measured, NIXL 1.5.1
+over tcp: all bytes of a read landed after release and removal, when the frozen peer woke up).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class PeerInfo:
     block_bytes: int
     n_blocks: int
     device: int = 0
+    kind: str = "DRAM"  # NIXL's memory type: DRAM or VRAM
 
 
 class ReadState(str, Enum):
@@ -68,14 +70,20 @@ class Transfer(Protocol):
     def add_peer(self, peer: PeerInfo) -> None:
         """Idempotent. Raises TransferError; may block for as long as a connect takes."""
 
-    def remove_peer(self, agent: str) -> list[ReadEnded]:
-        """Forget the peer; its unfinished reads end as FAILED. Unknown names are ignored."""
+    def remove_peer(self, agent: str) -> None:
+        """Take no new reads of the peer and forget it once those in flight ended (told by `poll`).
+
+        Unknown names are ignored.
+        """
 
     def start_read(
         self, peer: str, source: list[BlockId], target: list[BlockId], note: bytes = b""
     ) -> ReadId:
         """Post a read of `source` (peer's ids) into `target` (ours); `note` reaches the peer when the
-        data was read. Raises PeerGone, or ValueError for ids outside either pool."""
+        data was read. An empty read only connects: it ends when the peer answered.
+
+        Raises PeerGone, TransferError, or ValueError for ids outside either pool.
+        """
 
     def poll(self) -> tuple[list[ReadEnded], list[bytes]]:
         """Make progress once: (reads that ended, notes that peers sent us)."""

@@ -1,0 +1,1 @@
+"""Placement policies, one small file each."""

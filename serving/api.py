@@ -1,0 +1,207 @@
+"""The HTTP API as a raw ASGI application: routes, bodies, ids and errors; what is said is in sse.py.
+
+A generation's path: read the body, check it (openai), render and tokenise (intake), start it on the Generator with a
+response as its sink (responder), then wait for its end or the client's, whichever is first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+
+from serving.access_log import AccessRecord, log_access
+from serving.eager import Message, Send
+from serving.errors import (
+    BodyTooLarge,
+    InvalidRequest,
+    KVRelayError,
+    MethodNotAllowed,
+    ModelNotFound,
+    NotFound,
+    error_body,
+)
+from serving.generation import Generator
+from serving.intake import Intake, RequestHead
+from serving.openai import parse_chat, parse_completion
+from serving.responder import (
+    CollectedResponse,
+    Headers,
+    Response,
+    StreamedResponse,
+    internal_error,
+    public_error,
+)
+from serving.served_model import ServedModel
+from serving.sse import Endpoint, Envelope, model_body, models_body
+
+_log = logging.getLogger("kvrelay.api")
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Health = Callable[[], tuple[int, dict[str, Any]]]  # status and body of /health
+Metrics = Callable[[], Awaitable[bytes]]  # Prometheus text of /metrics
+
+_REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_MAX_TIMEOUT_MS = 86_400_000
+_MODELS = "/v1/models"
+_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETION: "cmpl-"}
+_ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
+
+
+class ClientGone(Exception):
+    """The client left before its request was read."""
+
+
+class Api:
+    """`models` and `generator` may be filled while it serves; `models` is looked up by name per request."""
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        generator: Generator,
+        *,
+        health: Health,
+        metrics: Metrics,
+        body_limit_bytes: int = 16 << 20,
+        keep_alive_s: float = 10.0,
+        on_end: Callable[[AccessRecord], None] = log_access,
+    ) -> None:
+        """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: called once a generation."""
+        self._models = models
+        self._generator = generator
+        self._health = health
+        self._metrics = metrics
+        self._body_limit = body_limit_bytes
+        self._keep_alive_s = keep_alive_s
+        self._on_end = on_end
+        self._intake = Intake()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif scope["type"] == "http":
+            await _Exchange(self, scope, receive, send).run()
+        else:
+            raise RuntimeError(f"unsupported ASGI scope {scope['type']!r}")
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            elif message["type"] == "lifespan.shutdown":
+                self._intake.close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+class _Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, api: Api, scope: Scope, receive: Receive, send: Send) -> None:
+        self._api = api
+        self._receive = receive
+        self._send = send
+        self._method: str = scope["method"]
+        root: str = scope.get("root_path", "")
+        path: str = scope["path"]
+        self._path = path[len(root) :] if root and path.startswith(root + "/") else path
+        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = self._header(b"x-request-id")
+        self.request_id = given if given and _REQUEST_ID.match(given) else uuid.uuid4().hex
+
+    async def run(self) -> None:
+        try:
+            await self._route()
+        except ClientGone:
+            return
+        except KVRelayError as error:
+            await self._answer_error(public_error(error, self.request_id))
+        except Exception:
+            _log.exception("request %s: internal error", self.request_id)
+            await self._answer_error(internal_error())
+
+    async def _route(self) -> None:
+        path = self._path
+        endpoint = _ENDPOINTS.get(path)
+        if endpoint is not None:
+            self._allow("POST")
+            await self._generate(endpoint)
+        elif path == _MODELS:
+            self._allow("GET", "HEAD")
+            await self._answer(200, models_body(list(self._api._models.values())))
+        elif path.startswith(_MODELS + "/"):
+            self._allow("GET", "HEAD")
+            await self._answer(200, model_body(self._model(path[len(_MODELS) + 1 :])))
+        elif path == "/health":
+            self._allow("GET", "HEAD")
+            status, body = self._api._health()
+            await self._answer(status, orjson.dumps(body))
+        elif path == "/metrics":
+            self._allow("GET", "HEAD")
+            await self._answer(200, await self._api._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+        else:
+            raise NotFound("there is nothing at this path")
+
+    async def _generate(self, endpoint: Endpoint) -> None:
+        record = AccessRecord(self.request_id, endpoint.value, started_at=asyncio.get_running_loop().time())
+        status = 500
+        response: Response | None = None
+        try:
+            response = await self._start(endpoint, record)
+            await self._until_ended(response)
+            if response.error is not None and not response.answered:
+                raise response.error
+            status = 200
+            if isinstance(response, CollectedResponse) and not record.client_left:
+                await self._answer(200, response.body)
+        except KVRelayError as error:
+            status = error.status
+            record.error = error.code or error.type
+            raise
+        except ClientGone:
+            record.client_left = True
+            raise
+        finally:
+            record.status = status
+            if response is not None:
+                response.cancel()
+                record.take(response)
+            self._api._on_end(record)
+
+    async def _start(self, endpoint: Endpoint, record: AccessRecord) -> Response:
+        head = RequestHead(self.request_id, self._session(), self._timeout_ms())
+        data = await self._read_body()
+        body = parse_chat(data) if endpoint is Endpoint.CHAT else parse_completion(data)
+        model = self._model(body.model)
+        record.model = model.name
+        record.stream = bool(body.stream)
+        intake = self._api._intake
+        if endpoint is Endpoint.CHAT:
+            pieces = await intake.chat(body, model, head)  # type: ignore[arg-type]
+        else:
+            pieces = await intake.completion(body, model, head)  # type: ignore[arg-type]
+        envelope = Envelope(endpoint, _PREFIX[endpoint] + uuid.uuid4().hex, int(time.time()), model.name)
+        response: Response
+        if body.stream:
+            response = StreamedResponse(
+                envelope,
+                pieces,
+                model.vocabulary,
+                send=self._send,
+                headers=self._head(b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache")),
+                include_usage=body.include_usage,
+                keep_alive_s=self._api._keep_alive_s,
+            )
+        else:
+            response = CollectedResponse(envelope, pieces, model.vocabulary)
+        response.begin(self._api._generator)
+        return response

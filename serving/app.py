@@ -1,0 +1,74 @@
+"""YAML `args` -> Serve application: what `import_path: serving.app:build` names."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from decode.deployment import decode_deployment
+from prefill.deployment import prefill_deployment
+from serving.config import load_config
+from serving.control import Control
+from serving.frontend import Frontend
+
+log = logging.getLogger("kvrelay.app")
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application: frontends over a prefill and a decode pool per variant, and Control.
+
+    Raises ConfigError with one line when `args` are wrong; nothing was started then.
+    """
+    config = load_config(args)
+    running = running_targets()
+    control = Control.bind(args)
+    pools = {}
+    for model in config.models:
+        for variant in model.variants:
+            handles = []
+            for role, pool, deployment in (
+                ("prefill", variant.prefill, prefill_deployment),
+                ("decode", variant.decode, decode_deployment),
+            ):
+                name = deployment_name(model.name, variant.name, role)
+                replicas = min(max(running.get(name, 0), pool.replicas, pool.min_replicas), pool.max_replicas)
+                handles.append(
+                    deployment(name, args, model.name, variant, replicas, control, config.deadlines)
+                )
+            pools[model.name, variant.name] = (handles[0], handles[1])
+    frontend = Frontend.options(  # type: ignore[attr-defined]
+        num_replicas=config.frontend.replicas,
+        graceful_shutdown_timeout_s=config.deadlines.request_ms / 1e3 + 5,
+    )
+    application: Application = frontend.bind(args, control, pools)
+    return application
+
+
+def deployment_name(model: str, variant: str, role: str) -> str:
+    """Serve names may not hold every character a model name may."""
+    clean = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{model}-{variant}")
+    return f"{clean}-{role}"
+
+
+def running_targets() -> Mapping[str, int]:
+    """Replica targets of this application's deployments now, so that a redeploy never shrinks a pool.
+
+    Empty when nothing runs yet, which a failing look-up means as well: it must not stop a deploy.
+    """
+    try:
+        applications = serve.status().applications
+    except Exception as error:  # no Serve yet: RayServeException, or no Ray in this process at all
+        log.info("no running application to take replica targets from: %s", error)
+        return {}
+    targets: dict[str, int] = {}
+    for application in applications.values():
+        for name, deployment in application.deployments.items():
+            targets[name] = sum(deployment.replica_states.values())
+    return targets
+
+
+__all__ = ["build", "deployment_name", "running_targets"]

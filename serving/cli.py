@@ -1,0 +1,136 @@
+"""The `kvrelay` command.
+
+    kvrelay serve [CONFIG]    a Ray of its own on this machine, with CONFIG deployed on it, until Ctrl-C
+    kvrelay check CONFIG      validate, start nothing
+    kvrelay models            the names that `weights` knows
+    kvrelay prepare NAME      make a model's files ready on this machine
+
+Exit codes: 0 stopped or done, 1 could not start or run, 2 the command or the configuration is wrong.
+Imports are lazy: `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serving import __version__
+from serving.errors import ConfigError, KVRelayError
+
+if TYPE_CHECKING:
+    from serving.preflight import Plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        print(f"kvrelay: {error.message}", file=sys.stderr)
+        return 2
+    except KVRelayError as error:
+        print(f"kvrelay: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvrelay", description="LLM serving on Ray, prefill and decode apart."
+    )
+    parser.add_argument("--version", action="version", version=f"kvrelay {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="serve a configuration on this machine until Ctrl-C")
+    serve.add_argument(
+        "config", nargs="?", default="quickstart", help="a file, or a shipped name (%(default)s)"
+    )
+    serve.add_argument("--port", type=int, help="HTTP port; default: the configuration's")
+    serve.add_argument("--host", help="interface to listen on; default: the configuration's")
+    serve.add_argument("--cpus", type=float, help="CPUs the pools may use; default: this machine's")
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="validate a configuration, start nothing")
+    check.add_argument("config", nargs="+")
+    check.set_defaults(run=_check)
+
+    models = commands.add_parser("models", help="list the model names that `weights` knows")
+    models.set_defaults(run=_models)
+
+    prepare = commands.add_parser("prepare", help="make a model's files ready on this machine")
+    prepare.add_argument("name")
+    prepare.set_defaults(run=_prepare)
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from serving import preflight
+    from serving.local_cluster import available_cpus
+    from serving.serve_command import serve
+
+    plan = preflight.read_plan(preflight.find_config(options.config))
+    host, port = options.host or plan.host, options.port or plan.port
+    cpus = available_cpus() if options.cpus is None else options.cpus
+    preflight.check_resources(plan, cpus)
+    preflight.check_port(host, port)
+    preflight.prepare_weights(plan)
+    return serve(
+        plan, host=host, port=port, cpus=cpus, ready=lambda url: print(_ready(plan, url), flush=True)
+    )
+
+
+def _ready(plan: Plan, url: str) -> str:
+    if not plan.model_names:
+        return f"Ready: {url}    (Ctrl-C stops it)"
+    body = {
+        "model": plan.model_names[0],
+        "stream": True,
+        "messages": [{"role": "user", "content": "Say hello."}],
+    }
+    return (
+        f"Ready: {url}    (Ctrl-C stops it)   Try:\n"
+        f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
+        f"    -d '{json.dumps(body)}'"
+    )
+
+
+def _check(options: argparse.Namespace) -> int:
+    from serving.preflight import find_config, read_plan
+
+    worst = 0
+    for name in options.config:
+        try:
+            plan = read_plan(find_config(name))
+        except ConfigError as error:
+            print(f"kvrelay: {error.message}", file=sys.stderr)
+            worst = 2
+            continue
+        cpus = sum(pool.replicas * pool.cpus for _, pool in plan.pools())
+        gpus = sum(pool.replicas * pool.gpus for _, pool in plan.pools())
+        models = ", ".join(plan.model_names) or "none"
+        print(f"{plan.path}: ok; models: {models}; {cpus:g} CPUs, {gpus:g} GPUs")
+    return worst
+
+
+def _models(options: argparse.Namespace) -> int:
+    from serving.manifest import KNOWN
+
+    for name, source in sorted(KNOWN.items()):
+        print(f"{name:<20} from the package {source.distribution}")
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from serving.manifest import resolve_weights
+
+    print(Path(resolve_weights(options.name)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

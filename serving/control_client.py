@@ -1,0 +1,108 @@
+"""A party's side of Control: registers, answers metric pulls, hears settings, asks for scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from serving.errors import ConfigError, LinkError
+from serving.kept_link import KeptLink
+from serving.link import Identity, Link
+from serving.live_settings import LiveSettings, parse_settings
+from serving.metrics import Registry, merge
+from serving.wire import (
+    AnyMessage,
+    Family,
+    MetricsPull,
+    MetricsPush,
+    Register,
+    ScrapeReply,
+    ScrapeRequest,
+    Settings,
+)
+
+SCRAPE_S = 1.0
+
+
+class ControlClient:
+    """Follows Control from address to address; `connect` may be called at any time, `stop` ends it."""
+
+    def __init__(
+        self,
+        *,
+        me: Identity,
+        key: bytes,
+        registry: Registry,
+        register: Register,
+        on_settings: Callable[[LiveSettings], None] = lambda settings: None,
+    ) -> None:
+        self._me = me
+        self._key = key
+        self._registry = registry
+        self._register = register
+        self._on_settings = on_settings
+        self._kept: KeptLink | None = None
+        self._serial = 0
+        self._scrapes: dict[int, asyncio.Future[list[Family]]] = {}
+        self._last: list[Family] = []
+
+    async def connect(self, address: str) -> None:
+        if self._kept is not None and self._kept.address == address:
+            return
+        await self.stop()
+        self._kept = KeptLink(address, self._me, self._key, self)
+        self._kept.start()
+
+    async def stop(self) -> None:
+        if self._kept is not None:
+            await self._kept.stop()
+            self._kept = None
+
+    @property
+    def connected(self) -> bool:
+        return self._kept is not None and self._kept.link is not None
+
+    async def scrape(self) -> list[Family]:
+        """The metrics of the whole application; without Control, its last ones and ours."""
+        if self._kept is not None and self._kept.link is not None:
+            self._serial += 1
+            waiting: asyncio.Future[list[Family]] = asyncio.get_running_loop().create_future()
+            self._scrapes[self._serial] = waiting
+            self._kept.send(ScrapeRequest(self._serial))
+            try:
+                async with asyncio.timeout(SCRAPE_S):
+                    self._last = await waiting
+                    return self._last
+            except (TimeoutError, LinkError):
+                pass  # answered below from what we have
+            finally:
+                self._scrapes.pop(self._serial, None)
+        kind, ident = self._me.kind, self._me.ident
+        others = [
+            Family(f.name, f.type, f.help, [s for s in f.samples if s.labels.get(kind) != ident])
+            for f in self._last
+        ]
+        return merge([others, self._registry.families()])
+
+    # -- LinkHandler
+
+    def on_open(self, link: Link) -> None:
+        link.send(self._register)
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, MetricsPull):
+            link.send(MetricsPush(message.serial, self._registry.families()))
+        elif isinstance(message, ScrapeReply):
+            waiting = self._scrapes.get(message.serial)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(message.families)
+        elif isinstance(message, Settings):
+            try:
+                self._on_settings(parse_settings(message.values))
+            except ConfigError:
+                pass  # a newer Control's settings; ours stay as they are
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        for waiting in self._scrapes.values():
+            if not waiting.done():
+                waiting.set_exception(LinkError(f"control is away: {reason}"))

@@ -1,0 +1,177 @@
+"""What several frontends share, without Ray: who is there, everybody's metrics, the live settings.
+
+Every frontend and worker keeps a link to Control. If Control is away they go on with what they last heard.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from serving.errors import ConfigError
+from serving.link import Identity, Link, LinkServer
+from serving.live_settings import LiveSettings, parse_settings, settings_values
+from serving.metrics import Registry, fold, merge
+from serving.wire import (
+    AnyMessage,
+    Family,
+    Members,
+    MetricsPull,
+    MetricsPush,
+    Register,
+    ScrapeReply,
+    ScrapeRequest,
+    Settings,
+)
+
+log = logging.getLogger("kvrelay.control")
+
+PULL_S = 0.5  # how long a scrape waits for a party; then its last snapshot stands in
+
+
+@dataclass(slots=True)
+class _Party:
+    register: Register | None = None
+    families: list[Family] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Scrape:
+    """One scrape in progress: who asked, and who has not answered yet."""
+
+    asker: Link
+    serial: int  # the asker's own number
+    missing: set[Link]
+    timer: asyncio.TimerHandle
+
+
+class ControlHost:
+    """`start` and `stop` are a pair. `save` keeps settings beyond this process."""
+
+    def __init__(
+        self,
+        *,
+        me: Identity,
+        key: bytes,
+        settings: LiveSettings | None = None,
+        save: Callable[[dict[str, Any]], None] = lambda values: None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._server = LinkServer(me, key, self)
+        self._parties: dict[Link, _Party] = {}
+        self._departed: list[Family] = []
+        self._scrapes: dict[int, _Scrape] = {}
+        self._pulls = 0
+        self._version = 1
+        self._members_version = 0
+        self._settings = settings or LiveSettings()
+        self._save = save
+        registry = Registry({"control": me.ident})
+        registry.gauge("parties", "Processes linked to Control, by kind", self._count_parties, ("kind",))
+        self._scrape_count = registry.counter("scrapes", "Scrapes of the whole application")
+        self._registry = registry
+
+    async def start(self, host: str, port: int = 0) -> str:
+        return await self._server.start(host, port)
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    # ------------------------------------------------------------ settings and members
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_values(self._settings)
+
+    @property
+    def members(self) -> list[Register]:
+        return [party.register for party in self._parties.values() if party.register is not None]
+
+    def change_settings(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Merge `changes`, keep and publish the result; raises ConfigError and then changes nothing."""
+        unknown = set(changes) - set(LiveSettings.__struct_fields__)
+        if unknown:
+            allowed = ", ".join(LiveSettings.__struct_fields__)
+            raise ConfigError(f"unknown setting {sorted(unknown)[0]}; allowed: {allowed}")
+        self._settings = parse_settings({**self.settings, **changes})
+        self._save(self.settings)
+        self._version += 1
+        for link in self._parties:
+            link.send(Settings(self._version, self.settings))
+        return self.settings
+
+    # ------------------------------------------------------------ links
+
+    def on_open(self, link: Link) -> None:
+        self._parties[link] = _Party()
+        link.send(Settings(self._version, self.settings))
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        party = self._parties.pop(link, None)
+        if party is None:
+            return
+        label = link.peer.kind if link.peer is not None else "party"
+        self._departed = fold(self._departed, party.families, label, "departed")
+        for serial in list(self._scrapes):
+            self._answered(serial, link)
+        log.info("%s left: %s", link.name, reason)
+        self._publish_members()
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        party = self._parties.get(link)
+        if party is None:
+            return
+        if isinstance(message, Register):
+            party.register = message
+            self._publish_members()
+        elif isinstance(message, MetricsPush):
+            party.families = message.families
+            self._answered(message.serial, link)
+        elif isinstance(message, ScrapeRequest):
+            self._scrape(link, message.serial)
+        else:
+            link.close(f"{type(message).__name__} is not for control")
+
+    def _publish_members(self) -> None:
+        self._members_version += 1
+        members = Members(self._members_version, self.members)
+        for link in self._parties:
+            link.send(members)
+
+    # ------------------------------------------------------------ metrics
+
+    def _scrape(self, asker: Link, serial: int) -> None:
+        """Pull from every party, so that a scrape right after a request already counts it."""
+        self._scrape_count.inc()
+        self._pulls += 1
+        pull = self._pulls
+        timer = self._loop.call_later(PULL_S, self._finish_scrape, pull)
+        self._scrapes[pull] = _Scrape(asker, serial, set(self._parties), timer)
+        for link in self._parties:
+            link.send(MetricsPull(pull))
+
+    def _answered(self, pull: int, link: Link) -> None:
+        scrape = self._scrapes.get(pull)
+        if scrape is not None:
+            scrape.missing.discard(link)
+            if not scrape.missing:
+                self._finish_scrape(pull)
+
+    def _finish_scrape(self, pull: int) -> None:
+        scrape = self._scrapes.pop(pull, None)
+        if scrape is None:
+            return
+        scrape.timer.cancel()
+        snapshots = [self._registry.families(), self._departed]
+        snapshots += [party.families for party in self._parties.values()]
+        scrape.asker.send(ScrapeReply(scrape.serial, merge(snapshots)))
+
+    def _count_parties(self) -> dict[tuple[str, ...], float]:
+        counts: dict[tuple[str, ...], float] = {}
+        for link in self._parties:
+            kind = (link.peer.kind if link.peer is not None else "unknown",)
+            counts[kind] = counts.get(kind, 0) + 1
+        return counts

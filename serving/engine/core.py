@@ -1,0 +1,222 @@
+"""The engine's thread: verbs in, scheduler and runner in turn, one output a step.
+
+Callers only append to the inbox; everything else belongs to the thread, which takes no lock while it
+steps and sleeps without a timeout when nothing can run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from serving.config import EngineConfig
+from serving.engine.base import (
+    AttemptId,
+    BlockStates,
+    Capabilities,
+    Counters,
+    EngineDied,
+    StepOutput,
+    StoredRun,
+    Work,
+)
+from serving.engine.pacing import DecodeGrid
+from serving.engine.scheduler import Scheduler
+from serving.engine.sequence import Runner, StepPlan
+from serving.kv.block_pool import BlockPool
+
+log = logging.getLogger(__name__)
+
+
+class EngineCore:
+    """`serving.engine.base.Engine` on top of a `Runner`.
+
+    A runner that raises fails every live attempt and the thread goes on (`step_failures` counts, `last_error`
+    tells); an error of the scheduler or of `on_step` ends the thread: `died` is set, live attempts are
+    told once more if that is possible, and `submit` raises EngineDied.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        *,
+        capabilities: Capabilities | None = None,
+        counters: Counters | None = None,  # shared with the runner where that counts too
+        decode_period_s: float | None = None,  # paced decode: see DecodeGrid
+    ) -> None:
+        self.capabilities = capabilities or Capabilities()
+        self.counters = counters or Counters()
+        self.memory = runner.memory
+        self.layout = runner.layout
+        self.block_tokens: int = config.block_tokens
+        self.context_tokens = runner.context_tokens
+        self.died: BaseException | None = None
+        self.step_failures = 0
+        self.last_error: str | None = None
+        self._runner = runner
+        self._pool = BlockPool(runner.memory.n_blocks)
+        self._scheduler = Scheduler(
+            self._pool,
+            block_tokens=config.block_tokens,
+            chunk_tokens=config.chunk_tokens,
+            max_batch=config.max_batch,
+            context_tokens=runner.context_tokens,
+            eos_token_ids=runner.eos_token_ids,
+            counters=self.counters,
+        )
+        self._grid = None if decode_period_s is None else DecodeGrid(decode_period_s)
+        self._load = self._scheduler.load()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._on_step: Callable[[StepOutput], None] = _ignore
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    # ------------------------------------------------------------ verbs, from any thread
+
+    def start(self, on_step: Callable[[StepOutput], None]) -> None:
+        """See Engine. Verbs may be called before; they wait. Raises RuntimeError the second time."""
+        self._on_step = on_step
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """See Engine. Raises EngineDied."""
+        if self.died is not None:
+            raise EngineDied(f"the engine died: {self.died!r}")
+        self._post(partial(self._scheduler.submit, work))
+
+    def cancel(self, attempt: AttemptId, *, quarantine: bool = False) -> None:
+        self._post(partial(self._scheduler.cancel, attempt, quarantine))
+
+    def end_quarantine(self, attempt: AttemptId) -> None:
+        self._post(partial(self._pool.end_quarantine, attempt))
+
+    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
+        self._post(partial(self._accept, attempt, token))
+
+    def release(self, attempt: AttemptId) -> None:
+        self._post(partial(self._scheduler.release, attempt))
+
+    def request_snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
+        """Call `callback` on the engine's thread with all cached content.
+
+        It stands exactly between two outputs: events told before are in it, later ones are not.
+        """
+        self._post(partial(self._snapshot, callback))
+
+    def block_states(self) -> BlockStates:
+        """As of the last output."""
+        return self._load.blocks
+
+    def stop(self) -> None:
+        """See Engine; idempotent. Live attempts get no further output."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _post(self, verb: Callable[[], None]) -> None:
+        with self._wake:
+            if self.died is None:
+                self._inbox.append(verb)
+                self._wake.notify()
+
+    # ------------------------------------------------------------ the thread
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping:
+                self._turn()
+        except BaseException as error:
+            log.exception("the engine's thread ends")
+            self.died = error
+            self.last_error = repr(error)
+            with contextlib.suppress(Exception):
+                self._scheduler.fail_all(f"the engine died: {error!r}")
+                self._emit(self._scheduler.collect())
+
+    def _turn(self) -> None:
+        """Take in what was asked, then run one step, or tell what changed, or sleep."""
+        inbox = self._inbox
+        asked = len(inbox)
+        for _ in range(asked):
+            inbox.popleft()()
+        scheduler = self._scheduler
+        now_s = time.monotonic()
+        due_s = self._decodes_due_s(now_s)
+        plan = scheduler.schedule(decode=due_s is None or due_s <= now_s)
+        if plan.decodes or plan.prefills:
+            self._step(plan)
+        elif asked or scheduler.has_output or (self._load.runnable and not scheduler.runnable):
+            self._emit(scheduler.collect())
+        else:
+            with self._wake:
+                if not inbox and not self._stopping:
+                    self._wake.wait(None if due_s is None else due_s - now_s)
+
+    def _decodes_due_s(self, now_s: float) -> float | None:
+        """When held-back decodes may run; None when nothing holds them back."""
+        if self._grid is None:
+            return None
+        if not self._scheduler.has_decodes:
+            self._grid.reset()
+            return None
+        return self._grid.due_s(now_s)
+
+    def _step(self, plan: StepPlan) -> None:
+        scheduler, counters = self._scheduler, self.counters
+        began_s = time.monotonic()
+        try:
+            drawn = self._runner.run(plan)
+        except Exception as error:
+            log.exception("a step failed")
+            self.step_failures += 1
+            self.last_error = repr(error)
+            scheduler.fail_all(f"the engine failed this step: {error!r}")
+            self._emit(scheduler.collect())
+            return
+        if plan.decodes and self._grid is not None:
+            self._grid.advance()
+        n_decodes = len(plan.decodes)
+        n_tokens = plan.n_tokens
+        scheduler.apply(plan, drawn)
+        step_s = time.monotonic() - began_s
+        decode_s = step_s * n_decodes / n_tokens
+        counters.steps += 1
+        counters.decode_seconds += decode_s
+        counters.prefill_seconds += step_s - decode_s
+        self._emit(scheduler.collect(n_tokens, step_s * 1e3))
+
+    def _accept(self, attempt: AttemptId, token: int) -> None:
+        """Use transferred blocks only after the runner looked at them."""
+        sequence = self._scheduler.reserved(attempt)
+        if sequence is None:
+            return
+        try:
+            wrong = self._runner.accept(sequence)
+        except Exception as error:
+            log.exception("accept failed")
+            wrong = repr(error)
+        if wrong is None:
+            self._scheduler.kv_arrived(attempt, token)
+        else:
+            self._scheduler.fail(attempt, f"transferred KV refused: {wrong}")
+
+    def _snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
+        self._emit(self._scheduler.collect())
+        callback(self._pool.chains())
+
+    def _emit(self, output: StepOutput) -> None:
+        self._load = output.load
+        self._on_step(output)
+
+
+def _ignore(output: StepOutput) -> None:
+    """No listener before `start`."""

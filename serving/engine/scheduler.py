@@ -1,0 +1,432 @@
+"""Continuous batching: which sequences the next step computes, and what its tokens mean. Pure.
+
+    verbs (submit, cancel, kv_arrived, release)  ->  schedule  ->  [runner]  ->  apply  ->  collect
+
+A step computes all decodes, one token each, then prompt slices under the token budget. A prompt starts
+when blocks for all of it and one token more are held, so half-done prompts never wait for each other.
+When a decode finds no block for its next token the newest decode is preempted: its blocks stay in the
+cache, it goes to the front of the queue and is computed again with its generated tokens. The oldest
+decode therefore always goes on, and a request that the whole pool cannot hold fails.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import cast
+
+from kvrouter.hashing import block_hashes, next_hash, token_bytes
+from serving.engine.base import (
+    TOKEN_TYPECODE,
+    AttemptId,
+    BlockHash,
+    ChunkReady,
+    Counters,
+    Failed,
+    Finished,
+    FinishReason,
+    Load,
+    Mode,
+    Reserved,
+    Started,
+    StepOutput,
+    Work,
+)
+from serving.engine.sequence import Drawn, PrefillSlice, Sequence, StepPlan
+from serving.engine.stopping import finish_reason
+from serving.kv.block_pool import BlockPool
+
+_TOKEN_SIZE = 4  # bytes of a token in `token_bytes`
+
+
+class Stage(Enum):
+    """Where a sequence is. Leased blocks have no sequence: they are the pool's, by attempt."""
+
+    WAITING = "waiting"  # holds nothing: new, or preempted
+    RESERVED = "reserved"  # DECODE: holds its blocks, their KV is on its way
+    READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
+    PREFILL = "prefill"
+    DECODE = "decode"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence(Sequence):
+    """A sequence with what only the scheduler needs to know of it."""
+
+    attempt: AttemptId = AttemptId(0)  # of `work`, here for the hot loop
+    n_prompt: int = 0  # the same
+    stage: Stage = Stage.WAITING
+    known: list[BlockHash] = field(default_factory=list)  # of full prompt blocks, computed or not
+    found: int = 0  # leading blocks that were cached at the last start
+    announced: int = 0  # PREFILL: leading blocks told in a ChunkReady
+    wants: int = 0  # available blocks at which the next try to start can succeed
+    begun: bool = False  # Started was told
+    remote: bool = False  # its prompt's KV comes from a peer (DECODE, until preempted)
+    wanted: bool = True  # PREFILL: False after `release`, a lease would have no reader
+
+
+class Scheduler:
+    """Owns the sequences and, through `pool`, the blocks. All calls from one thread."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        block_tokens: int,
+        chunk_tokens: int,  # most tokens of a step; prompts get at least one block of it
+        max_batch: int,  # most sequences of a step
+        context_tokens: int,
+        eos_token_ids: Set[int],
+        counters: Counters,
+    ) -> None:
+        self.pool = pool
+        self.counters = counters
+        self._block_tokens = block_tokens
+        self._chunk_tokens = chunk_tokens
+        self._max_batch = max_batch
+        self._context_tokens = context_tokens
+        self._eos = eos_token_ids
+        self._live: dict[AttemptId, LiveSequence] = {}
+        self._waiting: deque[LiveSequence] = deque()
+        self._ready: deque[LiveSequence] = deque()
+        self._prefills: list[LiveSequence] = []
+        self._decodes: list[LiveSequence] = []  # oldest first
+        self._short: list[LiveSequence] = []  # decodes without a block for their next token
+        self._todo = 0  # tokens still to compute of waiting sequences and prompts
+        self._out = StepOutput(self.load())
+
+    # ------------------------------------------------------------ verbs
+
+    def submit(self, work: Work) -> None:
+        """Queue `work`; what can never run fails now. An attempt that is live already is ignored."""
+        if work.attempt in self._live:
+            return
+        tokens = array(TOKEN_TYPECODE, work.tokens)
+        seq = LiveSequence(work, tokens, attempt=work.attempt, n_prompt=work.n_prompt)
+        if seq.n_generated >= work.params.max_tokens:
+            self._out.finished.append(Finished(seq.attempt, FinishReason.LENGTH))
+        elif len(tokens) >= self._context_tokens:
+            text = f"{len(tokens)} tokens leave no room in a context of {self._context_tokens}"
+            self._out.failed.append(Failed(seq.attempt, text))
+        elif self._needed(seq) > self.pool.total:
+            self._out.failed.append(Failed(seq.attempt, self._too_large(seq)))
+        else:
+            seq.remote = work.mode is Mode.DECODE
+            self._live[seq.attempt] = seq
+            self._waiting.append(seq)
+            self._todo += 0 if seq.remote else len(tokens)
+
+    def cancel(self, attempt: AttemptId, quarantine: bool = False) -> None:
+        """Forget `attempt` in whatever stage it is, a lease included. Idempotent."""
+        seq = self._live.pop(attempt, None)
+        if seq is None:
+            self.pool.release(attempt)
+            return
+        self._leave(seq)
+        if quarantine:
+            self.pool.quarantine(attempt, first=seq.found)
+        else:
+            self.pool.free(attempt)
+
+    def fail(self, attempt: AttemptId, message: str) -> None:
+        if attempt in self._live:
+            self.cancel(attempt)
+            self._out.failed.append(Failed(attempt, message))
+
+    def fail_all(self, message: str) -> None:
+        """Every live attempt fails; leases stay."""
+        for attempt in list(self._live):
+            self.fail(attempt, message)
+
+    def reserved(self, attempt: AttemptId) -> Sequence | None:
+        """The sequence, if it waits for its KV."""
+        seq = self._live.get(attempt)
+        return seq if seq is not None and seq.stage is Stage.RESERVED else None
+
+    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
+        """The reserved blocks hold the prompt's KV; go on after `token`, which prefill has told already.
+
+        Ignored when the attempt does not wait for KV (any more).
+        """
+        seq = self._live.get(attempt)
+        if seq is None or seq.stage is not Stage.RESERVED:
+            return
+        seq.computed = len(seq.tokens)
+        self._commit(seq)
+        seq.tokens.append(token)
+        reason = self._reason(seq, token)
+        if reason is None:
+            seq.stage = Stage.READY
+            self._ready.append(seq)
+        else:
+            self._finish(seq, reason)
+
+    def release(self, attempt: AttemptId) -> None:
+        """The lease ends; or, while the prompt still computes, there will be none. Idempotent."""
+        seq = self._live.get(attempt)
+        if seq is not None and seq.mode is Mode.PREFILL:
+            seq.wanted = False
+        self.pool.release(attempt)
+
+    # ------------------------------------------------------------ one step
+
+    @property
+    def has_decodes(self) -> bool:
+        """A step could compute decodes."""
+        return bool(self._decodes or self._ready)
+
+    @property
+    def runnable(self) -> bool:
+        """`schedule` would find something to compute or to start."""
+        if self._decodes or self._prefills or self._ready:
+            return True
+        return bool(self._waiting) and self.pool.available >= self._waiting[0].wants
+
+    @property
+    def n_live(self) -> int:
+        return len(self._live)
+
+    def load(self, batch_tokens: int = 0, step_ms: float = 0.0) -> Load:
+        running = len(self._decodes) + len(self._prefills)
+        return Load(
+            step=self.counters.steps,
+            running=running,
+            waiting=len(self._live) - running,
+            waiting_tokens=self._todo,
+            batch_tokens=batch_tokens,
+            step_ms=step_ms,
+            runnable=self.runnable,
+            blocks=self.pool.states(),
+        )
+
+    def schedule(self, decode: bool = True) -> StepPlan:
+        """What the next step computes; without `decode` only prompts. An empty plan: nothing can run."""
+        if self._short:
+            self._grow()
+        if self._ready or self._waiting:
+            self._admit()
+        plan = StepPlan(list(self._decodes) if decode else [])
+        budget = max(self._chunk_tokens - len(plan.decodes), self._block_tokens)
+        for seq in self._prefills:
+            if budget == 0:
+                break
+            count = min(seq.n_remaining, budget)
+            plan.prefills.append(PrefillSlice(seq, seq.computed, count))
+            budget -= count
+        return plan
+
+    def apply(self, plan: StepPlan, drawn: Drawn) -> None:
+        """`plan` was computed: advance its sequences by it and by the tokens it drew."""
+        out, tokens, eos = self._out, drawn.tokens, self._eos
+        block_tokens, context = self._block_tokens, self._context_tokens
+        attempts, positions, column = out.attempts, out.positions, out.tokens
+        ended: list[tuple[LiveSequence, FinishReason]] = []
+        for seq, token in zip(cast(list[LiveSequence], plan.decodes), tokens, strict=False):
+            computed = seq.computed = seq.computed + 1
+            text = seq.tokens
+            text.append(token)
+            n_generated = len(text) - seq.n_prompt
+            attempts.append(seq.attempt)
+            positions.append(n_generated - 1)
+            column.append(token)
+            if computed % block_tokens == 0:
+                self._commit(seq)
+                if len(seq.blocks) * block_tokens == computed:
+                    self._short.append(seq)
+            reason = finish_reason(seq.work.params, eos, n_generated, token)
+            if reason is not None:
+                ended.append((seq, reason))
+            elif len(text) >= context:
+                ended.append((seq, FinishReason.LENGTH))
+        for seq, reason in ended:
+            self._finish(seq, reason)
+        if ended:
+            self._decodes = [seq for seq in self._decodes if seq.stage is Stage.DECODE]
+            self._short = [seq for seq in self._short if seq.stage is Stage.DECODE]
+        if plan.prefills:
+            self._apply_prefills(plan, iter(tokens[len(plan.decodes) :]))
+        out.logprobs = drawn.logprobs
+        self.counters.tokens_generated += len(tokens)
+
+    @property
+    def has_output(self) -> bool:
+        out = self._out
+        return bool(out.tokens or out.started or out.finished or out.failed or out.reserved or out.chunks)
+
+    def collect(self, batch_tokens: int = 0, step_ms: float = 0.0) -> StepOutput:
+        """Everything since the last call, with the load as it is now."""
+        out = self._out
+        out.stored, out.removed = self.pool.drain_events()
+        out.load = self.load(batch_tokens, step_ms)
+        self._out = StepOutput(out.load)
+        return out
+
+    # ------------------------------------------------------------ blocks
+
+    def _needed(self, seq: LiveSequence) -> int:
+        """Blocks of all tokens and, where it decodes here, of one more."""
+        n_tokens = len(seq.tokens) + (seq.mode is not Mode.PREFILL)
+        return -(-n_tokens // self._block_tokens)
+
+    def _too_large(self, seq: LiveSequence) -> str:
+        return f"needs {self._needed(seq)} KV blocks, the pool has {self.pool.total}"
+
+    def _start(self, seq: LiveSequence) -> bool:
+        """Hold blocks for all of `seq`, cached ones first; False when they do not suffice."""
+        if self.pool.available < seq.wants:
+            return False
+        size, namespace = self._block_tokens, seq.work.namespace
+        data = token_bytes(seq.tokens)
+        rest = data[len(seq.known) * size * _TOKEN_SIZE :]
+        seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
+        # What computes here computes its last token at least: the step has to draw from it.
+        usable = (len(seq.tokens) - (not seq.remote)) // size
+        found = self.pool.find(namespace, seq.known[:usable], data)
+        blocks = self.pool.hold(seq.attempt, namespace, found, self._needed(seq))
+        if blocks is None:
+            seq.wants = self.pool.cost(found, self._needed(seq))
+            return False
+        seq.blocks = blocks
+        seq.found = len(found)
+        seq.hashes = seq.known[: len(found)]
+        seq.computed = len(found) * size
+        self._todo -= 0 if seq.remote else seq.computed
+        return True
+
+    def _commit(self, seq: LiveSequence) -> None:
+        """Make newly full blocks findable."""
+        size, hashes, known = self._block_tokens, seq.hashes, seq.known
+        while (end := (len(hashes) + 1) * size) <= seq.computed:
+            data = token_bytes(seq.tokens[end - size : end])
+            if len(hashes) < len(known):
+                name = known[len(hashes)]
+            else:
+                name = next_hash(hashes[-1] if hashes else seq.work.namespace, data)
+            hashes.append(name)
+            self.pool.commit(seq.attempt, name, data)
+
+    def _grow(self) -> None:
+        """A block for each decode that needs one, if need be from the newest decodes."""
+        for seq in self._short:
+            while seq.stage is Stage.DECODE and not self.pool.grow(seq.attempt):
+                self._preempt(self._decodes[-1])
+        self._short = []
+
+    def _preempt(self, seq: LiveSequence) -> None:
+        self._leave(seq)
+        self.pool.free(seq.attempt)
+        self.counters.preemptions += 1
+        seq.blocks, seq.hashes, seq.computed, seq.wants = [], [], 0, 0
+        seq.remote = False
+        if self._needed(seq) > self.pool.total:
+            del self._live[seq.attempt]
+            self._out.failed.append(Failed(seq.attempt, self._too_large(seq)))
+            return
+        seq.stage = Stage.WAITING
+        self._waiting.appendleft(seq)
+        self._todo += len(seq.tokens)
+
+    # ------------------------------------------------------------ stages
+
+    def _admit(self) -> None:
+        room = self._max_batch - len(self._decodes) - len(self._prefills)
+        while self._ready and room > 0:
+            seq = self._ready.popleft()
+            seq.stage = Stage.DECODE
+            self._decodes.append(seq)
+            self._tell_started(seq)
+            room -= 1
+        while self._waiting:
+            seq = self._waiting[0]
+            if (room <= 0 and not seq.remote) or not self._start(seq):
+                break
+            self._waiting.popleft()
+            if seq.remote:
+                seq.stage = Stage.RESERVED
+                n_blocks = -(-len(seq.tokens) // self._block_tokens)
+                self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], seq.found))
+            else:
+                seq.stage = Stage.PREFILL
+                self._prefills.append(seq)
+                self._tell_started(seq)
+                room -= 1
+
+    def _tell_started(self, seq: LiveSequence) -> None:
+        if not seq.begun:
+            seq.begun = True
+            seq.cached = seq.found * self._block_tokens
+            self.counters.prompt_tokens_cached += seq.cached
+            self._out.started.append(Started(seq.attempt, seq.cached))
+
+    def _apply_prefills(self, plan: StepPlan, tokens: Iterator[int]) -> None:
+        for piece in plan.prefills:
+            seq, draws = cast(LiveSequence, piece.sequence), piece.draws
+            seq.computed += piece.count
+            self._todo -= piece.count
+            self.counters.prompt_tokens_computed += piece.count
+            self._commit(seq)
+            if draws:
+                self._prefilled(seq, next(tokens))
+            elif seq.mode is Mode.PREFILL and len(seq.hashes) > seq.announced:
+                self._announce(seq, len(seq.hashes), last=False, token=None)
+        self._prefills = [seq for seq in self._prefills if seq.stage is Stage.PREFILL]
+
+    def _prefilled(self, seq: LiveSequence, token: int) -> None:
+        """All of `seq` is computed and drew `token`."""
+        seq.tokens.append(token)
+        self._out.attempts.append(seq.attempt)
+        self._out.positions.append(seq.n_generated - 1)
+        self._out.tokens.append(token)
+        reason = self._reason(seq, token)
+        if seq.mode is Mode.PREFILL:
+            # An end here, or a reader that is gone, leaves nothing to hand over.
+            until = len(seq.blocks) if reason is None and seq.wanted else seq.announced
+            self._announce(seq, until, last=True, token=token if reason is None else None)
+        if reason is not None:
+            self._finish(seq, reason)
+        elif seq.mode is Mode.PREFILL:
+            del self._live[seq.attempt]
+            seq.stage = Stage.GONE
+            if seq.wanted:
+                self.pool.lease(seq.attempt)
+            else:
+                self.pool.free(seq.attempt)
+        else:
+            seq.stage = Stage.DECODE
+            self._decodes.append(seq)
+
+    def _announce(self, seq: LiveSequence, until: int, *, last: bool, token: int | None) -> None:
+        first, seq.announced = seq.announced, until
+        self._out.chunks.append(ChunkReady(seq.attempt, first, seq.blocks[first:until], last, token))
+
+    def _reason(self, seq: LiveSequence, token: int) -> FinishReason | None:
+        reason = finish_reason(seq.params, self._eos, seq.n_generated, token)
+        if reason is None and len(seq.tokens) >= self._context_tokens:
+            return FinishReason.LENGTH
+        return reason
+
+    def _finish(self, seq: LiveSequence, reason: FinishReason) -> None:
+        """The caller takes `seq` out of the list it is in."""
+        del self._live[seq.attempt]
+        seq.stage = Stage.GONE
+        self.pool.free(seq.attempt)
+        self._out.finished.append(Finished(seq.attempt, reason))
+
+    def _leave(self, seq: LiveSequence) -> None:
+        """Take `seq` out of the queue of its stage."""
+        queues = {
+            Stage.WAITING: self._waiting,
+            Stage.READY: self._ready,
+            Stage.PREFILL: self._prefills,
+            Stage.DECODE: self._decodes,
+        }
+        queue = queues.get(seq.stage)
+        if queue is not None:
+            queue.remove(seq)
+        if seq.stage is Stage.PREFILL or (seq.stage is Stage.WAITING and not seq.remote):
+            self._todo -= seq.n_remaining
+        seq.stage = Stage.GONE

@@ -1,0 +1,75 @@
+"""The Frontend deployment: a raw ASGI app behind Serve's ingress, any number of replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import SimProfile, load_config
+from serving.frontend_host import FrontendHost
+from serving.link_key import link_key
+from serving.manifest import resolve_weights
+from serving.registry import Members
+from serving.replica import address_of, application_name, follow_members, log_to_stderr, replica_identity
+from serving.served_model import load_served_model
+from serving.sim_profile import load_profile
+
+FIRST_WORKER_S = 600.0  # a replica is ready once a model can be answered: weights may load for long
+
+Pools = dict[tuple[str, str], tuple[DeploymentHandle, DeploymentHandle]]
+
+
+@serve.deployment(
+    max_ongoing_requests=100_000,
+    ray_actor_options={"num_cpus": 0},
+    health_check_period_s=1,
+    graceful_shutdown_wait_loop_s=0.1,
+    logging_config={"enable_access_log": False},
+)
+@serve.ingress()
+class Frontend:
+    """`pools`: (model, variant) -> handles of its prefill and decode deployments, for membership only."""
+
+    async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:
+        log_to_stderr()
+        config = load_config(args)
+        served = {}
+        for model in config.models:
+            variant = model.variants[0]
+            limit = None
+            if variant.engine.kind == "sim":
+                profile: SimProfile = load_profile(variant.engine.profile)
+                limit = profile.context_tokens
+            directory = await asyncio.to_thread(resolve_weights, variant.weights)
+            served[model.name] = load_served_model(model.name, directory, context_tokens=limit)
+        me = replica_identity("frontend")
+        self._host = FrontendHost(
+            config=config, me=me, key=link_key(config.link, application_name()), served=served
+        )
+        await self._host.start()
+        self._tasks: set[asyncio.Task[None]] = set()
+        follow_members(control, self._on_control)
+        for (model_name, variant_name), (prefill, decode) in pools.items():
+            for role, handle in (("prefill", prefill), ("decode", decode)):
+                follow_members(handle, partial(self._host.update_pool, model_name, variant_name, role))
+        async with asyncio.timeout(FIRST_WORKER_S):
+            while self._host.health()[0] != 200:
+                await asyncio.sleep(0.02)
+
+    def _on_control(self, members: Members) -> None:
+        address = address_of(members)
+        if address is not None:
+            task = asyncio.get_running_loop().create_task(self._host.control.connect(address))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
+        return self._host.api
+
+    async def __del__(self) -> None:
+        await self._host.stop()

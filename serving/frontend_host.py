@@ -1,0 +1,156 @@
+"""A frontend without Ray: the HTTP door, a router and a coordinator per variant, links to every worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvrouter.policies.least_work import LeastWork
+from serving.api import Api
+from serving.config import AppConfig
+from serving.control_client import ControlClient
+from serving.coordinator import Coordinator, WorkerEntry
+from serving.errors import ModelNotFound
+from serving.frontend_metrics import FrontendMetrics
+from serving.generation import GenerationRequest, Sink, Ticket
+from serving.link import Identity
+from serving.live_settings import LiveSettings
+from serving.metrics import Registry, render
+from serving.registry import Members
+from serving.served_model import ServedModel
+from serving.variant_links import VariantLinks
+from serving.wire import Register
+
+log = logging.getLogger("kvrelay.frontend")
+
+SWEEP_S = 0.25
+
+
+class FrontendHost:
+    """`start` and `stop` are a pair. Implements `serving.generation.Generator` over all models."""
+
+    def __init__(
+        self,
+        *,
+        config: AppConfig,
+        me: Identity,
+        key: bytes,
+        served: dict[str, ServedModel],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.registry = Registry({"frontend": me.ident})
+        self._metrics = FrontendMetrics(self.registry)
+        self._settings = LiveSettings()
+        self._random = random.Random(me.epoch)
+        self.variants: dict[tuple[str, str], VariantLinks] = {}
+        for model in config.models:
+            for variant in model.variants:
+                router = LeastWork(seed=me.epoch)
+                entries: dict[str, WorkerEntry] = {}
+                coordinator = Coordinator(
+                    model=model.name,
+                    router=router,
+                    workers=entries,
+                    deadlines=config.deadlines,
+                    max_inflight=config.frontend.max_inflight,
+                    metrics=self._metrics,
+                    clock=clock,
+                )
+                self.variants[model.name, variant.name] = VariantLinks(
+                    name=f"{model.name}/{variant.name}",
+                    me=me,
+                    key=key,
+                    router=router,
+                    coordinator=coordinator,
+                    entries=entries,
+                    silence_s=config.deadlines.silence_ms / 1e3,
+                    clock=clock,
+                )
+        self.registry.gauge(
+            "in_flight", "Requests in flight", lambda: {(): sum(c.in_flight for c in self._coordinators())}
+        )
+        self.control = ControlClient(
+            me=me,
+            key=key,
+            registry=self.registry,
+            register=Register(me.kind, me.ident, {}),
+            on_settings=self._on_settings,
+        )
+        self.api = Api(
+            models=served,
+            generator=self,
+            health=self.health,
+            metrics=self.scrape,
+            body_limit_bytes=config.frontend.body_limit_bytes,
+        )
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+
+    async def stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        for links in self.variants.values():
+            await links.stop()
+        await self.control.stop()
+
+    def update_pool(self, model: str, variant: str, role: str, members: Members) -> None:
+        self.variants[model, variant].update(role, members)
+
+    # ------------------------------------------------------------ Generator
+
+    def start_request(self, request: GenerationRequest, sink: Sink) -> Ticket:
+        variants = [v for m, v in self.variants if m == request.model]
+        if not variants:
+            raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
+        return self.variants[request.model, self._variant(request.model, variants)].coordinator.start(
+            request, sink
+        )
+
+    def _variant(self, model: str, variants: list[str]) -> str:
+        """By live traffic weights; without any, the first variant of the config takes everything."""
+        weights = self._settings.weights.get(model)
+        if len(variants) == 1 or not weights or not any(weights.get(v, 0) for v in variants):
+            return variants[0]
+        return self._random.choices(variants, [weights.get(v, 0.0) for v in variants])[0]
+
+    def _on_settings(self, settings: LiveSettings) -> None:
+        self._settings = settings
+        logging.getLogger("kvrelay").setLevel(settings.log_level)
+
+    # ------------------------------------------------------------ health and metrics
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """200 while any model can be answered: a decode worker can do it alone."""
+        degraded: list[str] = []
+        able = 0
+        for links in self.variants.values():
+            pools = links.pools()
+            able += pools["decode"] > 0
+            degraded += [f"{links.name}/{role}" for role, count in pools.items() if count == 0]
+        status = "ok" if able and not degraded else "degraded" if able else "unavailable"
+        return (200 if able else 503), {"status": status, "degraded": degraded}
+
+    async def scrape(self) -> bytes:
+        return render(await self.control.scrape())
+
+    def _coordinators(self) -> list[Coordinator]:
+        return [links.coordinator for links in self.variants.values()]
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for links in self.variants.values():
+                try:
+                    links.coordinator.sweep()
+                    links.sweep()
+                except Exception:
+                    log.exception("sweep of %s failed", links.name)

@@ -1,0 +1,215 @@
+"""The reader's links to owners of KV: dial once per owner incarnation, compare layouts, connect agents.
+
+    dial -> PeerHello -> PeerWelcome -> layouts equal? -> NIXL peer added and warmed -> ready
+
+The layout is compared before a descriptor exists: NIXL itself compares lengths only. A link that is lost
+takes its NIXL peer along; a new epoch at an address replaces what was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from serving.errors import LayoutMismatch, PeerGone, TransferTimeout
+from serving.kv.io import KvIo
+from serving.kv.transfer import PeerInfo
+from serving.wire import AnyMessage, Hello, Message, PeerHello, PeerWelcome
+
+CONNECT_S = 10.0  # for everything from the dial to a warm agent
+
+
+class PeerLink(Protocol):
+    """What this package needs of a `serving.link.Link`."""
+
+    peer: Hello | None
+
+    @property
+    def closed(self) -> bool: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def close(self, reason: str) -> None: ...
+
+
+class PeerLinkHandler(Protocol):
+    """What a dialled link calls back; see `serving.link.LinkHandler`."""
+
+    def on_open(self, link: PeerLink) -> None: ...
+
+    def on_message(self, link: PeerLink, message: AnyMessage) -> None: ...
+
+    def on_lost(self, link: PeerLink, reason: str) -> None: ...
+
+
+Dial = Callable[[str, PeerLinkHandler, float], Awaitable[PeerLink]]  # address, handler, timeout_s
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """An owner that we can read from."""
+
+    address: str
+    epoch: int
+    link: PeerLink
+    agent: str
+
+    def send(self, message: Message) -> None:
+        self.link.send(message)
+
+
+class Reader(Protocol):
+    """Whom PeerLinks tells what owners say (the decode role)."""
+
+    def on_owner_message(self, peer: Peer, message: AnyMessage) -> None: ...
+
+    def on_owner_lost(self, peer: Peer, reason: str) -> None: ...
+
+
+class PeerLinks:
+    """Give `dial` bound to this worker's identity and key. Belongs to one event loop."""
+
+    def __init__(self, dial: Dial, io: KvIo, layout: str) -> None:
+        self._dial = dial
+        self._io = io
+        self._layout = layout
+        self._reader: Reader | None = None
+        self._opening: dict[tuple[str, int], asyncio.Task[Peer]] = {}
+        self._peers: dict[tuple[str, int], Peer] = {}
+        self._by_link: dict[PeerLink, Peer] = {}
+        self._welcomes: dict[PeerLink, asyncio.Future[PeerWelcome]] = {}
+
+    def deliver_to(self, reader: Reader) -> None:
+        self._reader = reader
+
+    async def ensure(self, address: str, epoch: int, deadline_s: float) -> Peer:
+        """The peer, connected first if need be; one dial at a time, shared by all who wait.
+
+        Raises LayoutMismatch, PeerGone, TransferTimeout or what `dial` raises (KVRelayError).
+        """
+        key = (address, epoch)
+        peer = self._peers.get(key)
+        if peer is not None and peer.link.closed:  # its `on_lost` is on the way
+            self._forget(peer, "link closed")
+            peer = None
+        if peer is not None:
+            return peer
+        task = self._opening.get(key)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._connect(address, epoch))
+            self._opening[key] = task
+            task.add_done_callback(lambda done: self._connected(key, done))
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise TransferTimeout(f"{address}: not connected in {deadline_s:.1f} s") from None
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        """Its agent failed: close the link; the next `ensure` starts afresh."""
+        peer.link.close(reason)
+        self._forget(peer, reason)
+
+    async def close(self) -> None:
+        tasks = list(self._opening.values())
+        for task in tasks:
+            task.cancel()
+        for peer in list(self._peers.values()):
+            self.drop(peer, "the worker stops")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- PeerLinkHandler
+
+    def on_open(self, link: PeerLink) -> None:
+        pass
+
+    def on_message(self, link: PeerLink, message: AnyMessage) -> None:
+        if isinstance(message, PeerWelcome):
+            welcome = self._welcomes.get(link)
+            if welcome is not None and not welcome.done():
+                welcome.set_result(message)
+            return
+        peer = self._by_link.get(link)
+        if peer is not None and self._reader is not None:
+            self._reader.on_owner_message(peer, message)
+
+    def on_lost(self, link: PeerLink, reason: str) -> None:
+        welcome = self._welcomes.get(link)
+        if welcome is not None and not welcome.done():
+            welcome.set_exception(PeerGone(f"link lost before the peer's welcome: {reason}"))
+        peer = self._by_link.get(link)
+        if peer is not None:
+            self._forget(peer, reason)
+
+    # -- connecting
+
+    async def _connect(self, address: str, epoch: int) -> Peer:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + CONNECT_S
+        link = await self._dial(address, self, CONNECT_S)
+        try:
+            async with asyncio.timeout_at(until_s):
+                welcome = await self._welcome(link, address, epoch)
+            info = PeerInfo(
+                agent=welcome.agent,
+                metadata=welcome.metadata,
+                base_address=welcome.base_address,
+                block_bytes=welcome.block_bytes,
+                n_blocks=welcome.n_blocks,
+                device=welcome.device,
+                kind=welcome.kind,
+            )
+            try:
+                await self._io.add_peer(info, until_s - loop.time())
+            except BaseException:
+                self._io.remove_peer(info.agent)
+                raise
+            if link.closed:
+                self._io.remove_peer(info.agent)
+                raise PeerGone(f"{address}: link lost while connecting")
+        except TimeoutError:
+            link.close("no welcome in time")
+            raise TransferTimeout(f"{address}: no welcome in {CONNECT_S:.0f} s") from None
+        except BaseException as error:
+            link.close(f"not connected: {error}")
+            raise
+        peer = Peer(address, epoch, link, welcome.agent)
+        for other in [other for other in self._peers.values() if other.address == address]:
+            self.drop(other, f"epoch {epoch:x} replaced it")
+        self._peers[address, epoch] = self._by_link[link] = peer
+        return peer
+
+    async def _welcome(self, link: PeerLink, address: str, epoch: int) -> PeerWelcome:
+        """The owner's answer to our hello, once it is known to be the right one with our layout."""
+        if link.peer is None or link.peer.epoch != epoch:
+            there = f"{link.peer.epoch:x}" if link.peer else "no epoch"
+            raise PeerGone(f"{address}: expected epoch {epoch:x}, found {there}: it was restarted")
+        welcome: asyncio.Future[PeerWelcome] = asyncio.get_running_loop().create_future()
+        self._welcomes[link] = welcome
+        try:
+            link.send(PeerHello(self._io.metadata, self._layout))
+            answer = await welcome
+        finally:
+            del self._welcomes[link]
+        ours = self._io.memory
+        if answer.layout != self._layout or ours is None or answer.block_bytes != ours.block_bytes:
+            raise LayoutMismatch(
+                f"{address}: its KV layout is {answer.layout}, ours {self._layout}: "
+                "both pools of a variant must run the same model, dtype and block size"
+            )
+        return answer
+
+    def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer]) -> None:
+        del self._opening[key]
+        if not task.cancelled():
+            task.exception()  # whoever waited has it; nobody may have waited
+
+    def _forget(self, peer: Peer, reason: str) -> None:
+        if self._by_link.pop(peer.link, None) is None:
+            return
+        del self._peers[peer.address, peer.epoch]
+        self._io.remove_peer(peer.agent)
+        if self._reader is not None:
+            self._reader.on_owner_lost(peer, reason)

@@ -1,0 +1,37 @@
+"""Settings that change while the application runs; Control owns them, `kvrelay admin` will set them.
+
+They never stand in a deployment's arguments: any change there would restart every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from serving.errors import ConfigError
+
+Weight = Annotated[float, Meta(ge=0)]
+
+
+class LiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """`weights`: share of the traffic of a model's variants, `{model: {variant: weight}}`."""
+
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    weights: dict[str, dict[str, Weight]] = msgspec.field(default_factory=dict)
+
+
+def parse_settings(values: Mapping[str, Any]) -> LiveSettings:
+    """Raises ConfigError with one line."""
+    try:
+        return msgspec.convert(values, LiveSettings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"live settings: {error}") from None
+
+
+def settings_values(settings: LiveSettings) -> dict[str, Any]:
+    values = msgspec.to_builtins(settings)
+    assert isinstance(values, dict)
+    return values

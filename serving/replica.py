@@ -1,0 +1,86 @@
+"""What every replica of the application does with Ray: who it is, where it is, what Serve says of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from serving import registry
+from serving.config import LinkConfig
+from serving.link import Identity
+from serving.registry import Members
+
+
+# On every deployment that others must find.
+FOUND_BY_MEMBERS = RequestRouterConfig(
+    request_router_class="serving.membership_router:MembershipRouter", request_routing_stats_period_s=3600
+)
+
+
+def replica_identity(kind: str) -> Identity:
+    """Named as Serve names the replica; the epoch is fresh per process."""
+    return Identity.fresh(kind, serve.get_replica_context().replica_id.unique_id)
+
+
+def application_name() -> str:
+    return str(serve.get_replica_context().app_name)
+
+
+def link_host(config: LinkConfig) -> str:
+    """The interface that links bind: as configured, else the node's own address in the cluster."""
+    return config.host or str(ray.util.get_node_ip_address())
+
+
+def follow_members(handle: DeploymentHandle, on_members: Callable[[Members], None]) -> None:
+    """Call `on_members` on this loop with every member list of the handle's deployment."""
+    loop = asyncio.get_running_loop()
+
+    def publish(members: Members) -> None:
+        loop.call_soon_threadsafe(on_members, members)
+
+    registry.subscribe(handle.deployment_name, publish)
+    if not handle.is_initialized:
+        handle._init()  # starts the long poll; nothing is ever routed through it
+
+
+def address_of(members: Members) -> str | None:
+    """The link address of the newest member that published one."""
+    addresses = [str(meta["address"]) for meta in members.values() if meta.get("address")]
+    return addresses[-1] if addresses else None
+
+
+def log_to_stderr() -> None:
+    """Ray collects a replica's stderr in its session's logs; our loggers write one line an event there."""
+    logger = logging.getLogger("kvrelay")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_JsonLines())
+        logger.addHandler(handler)
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line; `extra={"fields": {...}}` adds fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        import orjson
+
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return orjson.dumps(line, default=str).decode()

@@ -1,0 +1,387 @@
+"""Tokens to HTTP: the sinks behind a request, streamed or collected.
+
+A response has one choice a prompt. Each choice is the Sink of one generation: it turns tokens into text, ends on
+a stop string (then it cancels the generation upstream) and counts what `usage` shows. The two kinds of response differ
+only in what they do with the text. All of it runs inside the caller's callback, on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.detokenize import Detokenizer, LogprobEntry, Vocabulary
+from serving.eager import EagerSender, Send
+from serving.engine.base import FinishReason, TokenLogprobs
+from serving.errors import KVRelayError, Overloaded, RequestError
+from serving.generation import GenerationRequest, Generator, Ticket
+from serving.sse import (
+    DONE,
+    KEEP_ALIVE,
+    Answer,
+    ChunkWriter,
+    Envelope,
+    Usage,
+    error_event,
+    response_body,
+    usage_event,
+)
+
+_log = logging.getLogger("kvrelay.api")
+
+Headers = list[tuple[bytes, bytes]]
+
+
+@dataclass(slots=True)
+class Piece:
+    """One choice to answer."""
+
+    n_prompt: int  # tokens
+    request: GenerationRequest | None  # None: nothing to generate (echo with max_tokens 0)
+    echo: str = ""  # text that goes before the answer
+    stop: list[str] = field(default_factory=list)
+
+
+class Response(ABC):
+    """Base of both kinds.
+
+    Attributes:
+        done: settled when nothing more will happen; look at `error` then.
+        error: why it failed; when `answered` is still false, the caller turns it into the HTTP answer.
+        answered: the HTTP status is out.
+        first_token_at: loop time of the first token.
+    """
+
+    def __init__(self, envelope: Envelope, pieces: Sequence[Piece], vocabulary: Vocabulary) -> None:
+        self.envelope = envelope
+        self.vocabulary = vocabulary
+        self.error: KVRelayError | None = None
+        self.answered = False
+        self.first_token_at: float | None = None
+        self.pieces = pieces
+        self.choices = [self._new_choice(i, piece) for i, piece in enumerate(pieces)]
+        self.open = len(self.choices)  # choices that have not ended
+        self.begun = False  # every generation was started, so every ticket is known
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    @abstractmethod
+    def done(self) -> asyncio.Future[None]: ...
+
+    def begin(self, generator: Generator) -> None:
+        """Start every generation. Does not raise: a refusal ends the response with `error`."""
+        try:
+            for choice, piece in zip(self.choices, self.pieces, strict=True):
+                if piece.request is None:
+                    choice.on_finish(FinishReason.LENGTH)
+                    continue
+                choice.ticket = generator.start(piece.request, choice)
+                if choice.ended:  # it ended before its ticket was known
+                    choice.ticket.cancel()
+                if self.done.done():
+                    return
+        except KVRelayError as error:
+            self.fail(error)
+            return
+        self.begun = True
+        if self.open == 0:
+            self._complete(b"")
+
+    def cancel(self) -> None:
+        """End every generation upstream; idempotent."""
+        for choice in self.choices:
+            choice.ended = True
+            if choice.ticket is not None:
+                choice.ticket.cancel()
+
+    def fail(self, error: KVRelayError) -> None:
+        """The whole response fails with the first error of any choice; later ones are ignored."""
+        if self.error is not None or self.done.done():
+            return
+        self.error = error
+        self.cancel()
+        self._failed(error)
+
+    def choice_ended(self, last: bytes) -> None:
+        """`last`: what the choice still has to say, for a stream."""
+        self.open -= 1
+        if self.open == 0 and self.begun:
+            self._complete(last)
+        elif last:
+            self._say(last)
+
+    @property
+    def usage(self) -> Usage:
+        usage = Usage(prompt_tokens=sum(piece.n_prompt for piece in self.pieces))
+        for choice in self.choices:
+            usage.completion_tokens += choice.detokenizer.n_tokens
+            if choice.ticket is not None:
+                usage.cached_tokens += choice.ticket.info.cached_tokens
+        return usage
+
+    @property
+    def finish(self) -> str | None:
+        """The reasons of all choices, for the access log."""
+        return ",".join(choice.reason or "?" for choice in self.choices) if self.error is None else None
+
+    def token_came(self) -> None:
+        if self.first_token_at is None:
+            self.first_token_at = self._loop.time()
+
+    @abstractmethod
+    def _new_choice(self, index: int, piece: Piece) -> Choice: ...
+
+    @abstractmethod
+    def _say(self, data: bytes) -> None: ...
+
+    @abstractmethod
+    def _complete(self, last: bytes) -> None: ...
+
+    @abstractmethod
+    def _failed(self, error: KVRelayError) -> None: ...
+
+
+class Choice(ABC):
+    """The sink of one generation.
+
+    Attributes:
+        ended: the answer is complete or given up; whatever still comes is ignored.
+        reason: why the answer ended.
+    """
+
+    def __init__(self, response: Response, piece: Piece) -> None:
+        self.response = response
+        request = piece.request
+        min_tokens = 0 if request is None else request.params.min_tokens
+        self.detokenizer = Detokenizer(response.vocabulary, piece.stop, min_tokens=min_tokens)
+        self.echo = piece.echo
+        self.wants_logprobs = request is not None and request.params.logprobs is not None
+        self.ticket: Ticket | None = None
+        self.ended = False
+        self.reason: FinishReason | None = None
+
+    def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        if self.ended or not tokens:
+            return
+        try:
+            if self.response.first_token_at is None:
+                self.response.token_came()
+            detokenizer = self.detokenizer
+            if not self.wants_logprobs:
+                self._take(detokenizer.push(tokens))
+            else:
+                before = detokenizer.n_tokens
+                text = detokenizer.push(tokens)
+                used = (logprobs or [])[: detokenizer.n_tokens - before]
+                self._take_with_logprobs(text, self.response.vocabulary.entries(used))
+            if detokenizer.stopped:
+                self._end(FinishReason.STOP, "")
+                if self.ticket is not None:
+                    self.ticket.cancel()
+        except Exception:
+            self._broken()
+
+    def on_finish(self, reason: FinishReason) -> None:
+        if self.ended:
+            return
+        try:
+            tail = self.detokenizer.flush()
+            self._end(FinishReason.STOP if self.detokenizer.stopped else reason, tail)
+        except Exception:
+            self._broken()
+
+    def on_error(self, error: KVRelayError) -> None:
+        if not self.ended:
+            self.response.fail(error)
+
+    def _broken(self) -> None:
+        """A sink must not raise into the link's frame handler: our own fault fails this request only."""
+        _log.exception("response %s: internal error", self.response.envelope.id)
+        self.response.fail(internal_error())
+
+    @abstractmethod
+    def _take(self, text: str) -> None: ...
+
+    @abstractmethod
+    def _take_with_logprobs(self, text: str, entries: list[LogprobEntry]) -> None: ...
+
+    @abstractmethod
+    def _end(self, reason: FinishReason, tail: str) -> None: ...
+
+
+class StreamedResponse(Response):
+    """Server-sent events. Nothing goes out before the first token, error or keep-alive, so that an early error is
+    a proper HTTP status; then head and first event leave together."""
+
+    def __init__(
+        self,
+        envelope: Envelope,
+        pieces: Sequence[Piece],
+        vocabulary: Vocabulary,
+        *,
+        send: Send,
+        headers: Headers,
+        include_usage: bool,
+        keep_alive_s: float,
+    ) -> None:
+        self.include_usage = include_usage
+        self._sender = EagerSender(send, self._client_too_slow)
+        self._headers = headers
+        super().__init__(envelope, pieces, vocabulary)
+        self._tick_s = keep_alive_s / 2  # quiet for one whole tick: a comment goes out within two
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+    @property
+    def done(self) -> asyncio.Future[None]:
+        return self._sender.closed
+
+    def write(self, data: bytes) -> None:
+        if not self.answered:
+            self.answered = True
+            self._sender.start(200, self._headers)
+        self._sender.write(data)
+
+    def abandon(self) -> None:
+        """The client is gone."""
+        self._timer.cancel()
+        self._sender.abandon()
+
+    def _new_choice(self, index: int, piece: Piece) -> Choice:
+        writer = ChunkWriter(self.envelope, index, with_usage=self.include_usage)
+        return StreamedChoice(self, piece, writer)
+
+    def _say(self, data: bytes) -> None:
+        self.write(data)
+
+    def _complete(self, last: bytes) -> None:
+        self._timer.cancel()
+        if self.include_usage:
+            last += usage_event(self.envelope, self.usage)
+        self._end(last + DONE)
+
+    def _failed(self, error: KVRelayError) -> None:
+        self._timer.cancel()
+        if self.answered:
+            self._end(error_event(public_error(error, self.envelope.id)))
+        else:
+            self._sender.abandon()  # nothing was sent: the caller answers
+
+    def _end(self, data: bytes) -> None:
+        if not self.answered:
+            self.answered = True
+            self._sender.start(200, self._headers)
+        self._sender.end(data)
+
+    def _client_too_slow(self) -> None:
+        self.fail(Overloaded("the client reads too slowly"))
+
+    def _tick(self) -> None:
+        if self.done.done():
+            return
+        if not self._sender.wrote:
+            self.write(KEEP_ALIVE)
+        self._sender.wrote = False
+        self._timer = self._loop.call_later(self._tick_s, self._tick)
+
+
+class StreamedChoice(Choice):
+    def __init__(self, response: StreamedResponse, piece: Piece, writer: ChunkWriter) -> None:
+        super().__init__(response, piece)
+        self._write = response.write
+        self._writer = writer
+        self._started = False
+
+    def _take(self, text: str) -> None:
+        if not self._started:
+            self._write(self._start() + (self._writer.text(text) if text else b""))
+        elif text:
+            self._write(self._writer.text(text))
+
+    def _take_with_logprobs(self, text: str, entries: list[LogprobEntry]) -> None:
+        self._write(self._start() + self._writer.text_with_logprobs(text, entries))
+
+    def _end(self, reason: FinishReason, tail: str) -> None:
+        self.ended = True
+        self.reason = reason
+        tail_chunk = self._writer.text(tail) if tail else b""
+        self.response.choice_ended(self._start() + tail_chunk + self._writer.finish(reason))
+
+    def _start(self) -> bytes:
+        if self._started:
+            return b""
+        self._started = True
+        return self._writer.start() + (self._writer.text(self.echo) if self.echo else b"")
+
+
+class CollectedResponse(Response):
+    """One JSON body at the end; `body` is valid when `done` is settled without `error`."""
+
+    def __init__(self, envelope: Envelope, pieces: Sequence[Piece], vocabulary: Vocabulary) -> None:
+        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        super().__init__(envelope, pieces, vocabulary)
+
+    @property
+    def done(self) -> asyncio.Future[None]:
+        return self._done
+
+    @property
+    def body(self) -> bytes:
+        answers = [choice.answer for choice in self.choices if isinstance(choice, CollectedChoice)]
+        return response_body(self.envelope, answers, self.usage)
+
+    def _new_choice(self, index: int, piece: Piece) -> Choice:
+        return CollectedChoice(self, piece)
+
+    def _say(self, data: bytes) -> None:
+        """Nothing is said before the end."""
+
+    def _complete(self, last: bytes) -> None:
+        self._settle()
+
+    def _failed(self, error: KVRelayError) -> None:
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._done.done():
+            self._done.set_result(None)
+
+
+class CollectedChoice(Choice):
+    def __init__(self, response: CollectedResponse, piece: Piece) -> None:
+        super().__init__(response, piece)
+        self._texts = [self.echo]
+        self._entries: list[LogprobEntry] | None = [] if self.wants_logprobs else None
+
+    @property
+    def answer(self) -> Answer:
+        assert self.reason is not None
+        return Answer("".join(self._texts), self.reason, self._entries)
+
+    def _take(self, text: str) -> None:
+        self._texts.append(text)
+
+    def _take_with_logprobs(self, text: str, entries: list[LogprobEntry]) -> None:
+        self._texts.append(text)
+        assert self._entries is not None
+        self._entries.extend(entries)
+
+    def _end(self, reason: FinishReason, tail: str) -> None:
+        self.ended = True
+        self.reason = reason
+        self._texts.append(tail)
+        self.response.choice_ended(b"")
+
+
+def internal_error() -> KVRelayError:
+    return KVRelayError("internal error; the server's log has the details")
+
+
+def public_error(error: KVRelayError, response_id: str) -> KVRelayError:
+    """What the client may see of `error`: of our own faults (500) only that there was one."""
+    if isinstance(error, RequestError) or error.status != KVRelayError.status:
+        return error
+    _log.error("response %s: %s: %s", response_id, type(error).__name__, error.message)
+    return internal_error()

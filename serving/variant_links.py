@@ -1,0 +1,227 @@
+"""A frontend's links to the workers of one variant, and what follows from a link opening or breaking.
+
+Membership (Serve) says who may be placed on; the link says who can be. A worker that leaves the
+membership gets no new requests and keeps its streams; its link goes when the last of them ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvrouter.router import Router, WorkerView
+from serving.coordinator import Coordinator, WorkerEntry
+from serving.kept_link import KeptLink
+from serving.link import Identity, Link
+from serving.registry import Members
+from serving.wire import AnyMessage, PeerAddress, Peers, SnapshotRequest, Step
+
+log = logging.getLogger("kvrelay.frontend")
+
+EMPTY_LIST_S = 10.0  # an empty membership is believed only after this long, while links live
+
+
+@dataclass(slots=True)
+class _Worker:
+    ident: str
+    role: str  # prefill | decode
+    epoch: int
+    layout: str
+    address: str
+    view: WorkerView
+    kept: KeptLink | None = None
+    member: bool = True
+    step: int = 0
+    step_s: float = 0.0  # when the step counter last moved, or work last was not runnable
+
+
+class VariantLinks:
+    """Owns a KeptLink per worker of both pools; `stop` ends them all."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        me: Identity,
+        key: bytes,
+        router: Router,
+        coordinator: Coordinator,
+        entries: dict[str, WorkerEntry],
+        silence_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.coordinator = coordinator
+        self._me = me
+        self._key = key
+        self._router = router
+        self._entries = entries
+        self._silence_s = silence_s
+        self._clock = clock
+        self._workers: dict[str, _Worker] = {}
+        self._emptied: dict[str, float] = {}
+        self._stopping: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------ membership
+
+    def update(self, role: str, members: Members) -> None:
+        """Serve's list of one pool. Arrivals are dialled, departures no longer placed on."""
+        present = {ident: meta for ident, meta in members.items() if meta.get("address")}
+        if not present and self._linked(role) and role not in self._emptied:
+            self._emptied[role] = self._clock()
+            return
+        if present:
+            self._emptied.pop(role, None)
+        for ident, meta in present.items():
+            known = self._workers.get(ident)
+            if known is None:
+                self._add(ident, role, meta)
+            elif not known.member:
+                known.member = True
+                if ident in self._entries:
+                    self._router.add_worker(known.view)
+        for worker in list(self._workers.values()):
+            if worker.role == role and worker.ident not in present:
+                self._depart(worker)
+
+    def _add(self, ident: str, role: str, meta: dict[str, object]) -> None:
+        worker = _Worker(
+            ident=ident,
+            role=role,
+            epoch=int(str(meta["epoch"])),
+            layout=str(meta["layout"]),
+            address=str(meta["address"]),
+            view=WorkerView(
+                ident=ident,
+                role=role,
+                block_tokens=int(str(meta["block_tokens"])),
+                total_blocks=int(str(meta["total_blocks"])),
+                max_batch=int(str(meta["max_batch"])),
+            ),
+        )
+        self._workers[ident] = worker
+        worker.kept = KeptLink(worker.address, self._me, self._key, _WorkerHandler(self, worker))
+        worker.kept.start()
+
+    def _depart(self, worker: _Worker) -> None:
+        if worker.member:
+            log.info("%s: %s worker %s leaves; its streams go on", self.name, worker.role, worker.ident)
+        worker.member = False
+        self._router.remove_worker(worker.ident)
+        if not self.coordinator.uses(worker.ident):
+            self._drop(worker)
+
+    def _drop(self, worker: _Worker) -> None:
+        self._workers.pop(worker.ident, None)
+        if worker.kept is not None:
+            task = asyncio.get_running_loop().create_task(worker.kept.stop())
+            self._stopping.add(task)
+            task.add_done_callback(self._stopping.discard)
+
+    async def stop(self) -> None:
+        for worker in list(self._workers.values()):
+            self._drop(worker)
+        if self._stopping:
+            await asyncio.wait(self._stopping)
+
+    # ------------------------------------------------------------ links
+
+    def opened(self, worker: _Worker, link: Link) -> None:
+        if link.peer is None or link.peer.ident != worker.ident or link.peer.epoch != worker.epoch:
+            link.close("another process answers at this address")
+            return
+        worker.step_s = self._clock()
+        self._entries[worker.ident] = WorkerEntry(worker.ident, worker.epoch, worker.address, link.send)
+        if worker.member:
+            self._router.add_worker(worker.view)
+        log.info("%s: linked to %s worker %s at %s", self.name, worker.role, worker.ident, worker.address)
+        link.send(SnapshotRequest())
+        self._share_peers()
+
+    def lost(self, worker: _Worker, reason: str) -> None:
+        if self._entries.pop(worker.ident, None) is None:
+            return
+        log.warning("%s: lost %s worker %s: %s", self.name, worker.role, worker.ident, reason)
+        self._router.remove_worker(worker.ident)
+        self.coordinator.on_worker_lost(worker.ident)
+        if not worker.member:
+            self._drop(worker)
+
+    def received(self, worker: _Worker, link: Link, message: AnyMessage) -> None:
+        if not isinstance(message, Step):
+            return  # a snapshot, for policies that look at caches
+        if message.events is not None and not self._router.on_events(
+            worker.ident, worker.epoch, message.events
+        ):
+            link.send(SnapshotRequest())
+        if message.load is not None:
+            self._router.on_load(worker.ident, message.load, self._clock())
+        self.coordinator.on_step(message)
+
+    def _share_peers(self) -> None:
+        """Tell every worker of the others, so that agents connect before the first hand-off."""
+        peers = Peers(
+            [
+                PeerAddress(worker.address, worker.ident, worker.epoch, worker.layout)
+                for worker in self._workers.values()
+                if worker.role == "prefill" and worker.ident in self._entries
+            ]
+        )
+        for worker in self._workers.values():
+            entry = self._entries.get(worker.ident)
+            if entry is not None and worker.role == "decode":
+                entry.send(peers)
+
+    # ------------------------------------------------------------ watching
+
+    def sweep(self) -> None:
+        """Every quarter of a second: departures that are done, empty lists that stayed, hung engines."""
+        now = self._clock()
+        for role, since in list(self._emptied.items()):
+            if now - since > EMPTY_LIST_S:
+                del self._emptied[role]
+                for worker in list(self._workers.values()):
+                    if worker.role == role:
+                        self._depart(worker)
+        for worker in list(self._workers.values()):
+            if not worker.member and not self.coordinator.uses(worker.ident):
+                self._drop(worker)
+                continue
+            link = worker.kept.link if worker.kept is not None else None
+            if link is None:
+                continue
+            beat = link.peer_beat
+            if beat.step != worker.step or not beat.runnable:
+                worker.step, worker.step_s = beat.step, now
+            elif now - worker.step_s > self._silence_s:
+                link.close(f"hung: work is runnable, no step for {self._silence_s:.1f} s")
+
+    def _linked(self, role: str) -> bool:
+        return any(w.role == role and w.ident in self._entries for w in self._workers.values())
+
+    def pools(self) -> dict[str, int]:
+        """Linked members by pool."""
+        counts = {"prefill": 0, "decode": 0}
+        for worker in self._workers.values():
+            if worker.member and worker.ident in self._entries:
+                counts[worker.role] += 1
+        return counts
+
+
+class _WorkerHandler:
+    """The LinkHandler of one worker's links."""
+
+    def __init__(self, links: VariantLinks, worker: _Worker) -> None:
+        self._links = links
+        self._worker = worker
+
+    def on_open(self, link: Link) -> None:
+        self._links.opened(self._worker, link)
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        self._links.received(self._worker, link, message)
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        self._links.lost(self._worker, reason)

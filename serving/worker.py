@@ -1,0 +1,139 @@
+"""The Worker class of both pools: one replica, one engine, one KV pool, one agent, one epoch."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from serving.config import AppConfig, Deadlines, PoolConfig, Variant, load_config
+from serving.control_client import ControlClient
+from serving.engine.base import Engine
+from serving.engine.factory import build_engine, build_transfer
+from serving.kv.io import KvIo
+from serving.link_key import link_key
+from serving.metrics import Registry
+from serving.registry import Members
+from serving.replica import (
+    FOUND_BY_MEMBERS,
+    address_of,
+    application_name,
+    follow_members,
+    link_host,
+    log_to_stderr,
+    replica_identity,
+)
+from serving.wire import Register
+from serving.worker_host import WorkerHost
+
+DRAIN_S = 600.0  # longest a leaving worker waits for its streams; below it Serve would kill it first
+DRAIN_POLL_S = 0.05
+
+
+class Worker:
+    """A Serve deployment is made of it by `worker_deployment`."""
+
+    async def __init__(
+        self, args: dict[str, Any], model: str, variant: str, role: str, control: DeploymentHandle
+    ) -> None:
+        log_to_stderr()
+        config = load_config(args)
+        me = replica_identity("worker")
+        key = link_key(config.link, application_name())
+        spec = find_variant(config, model, variant)
+        engine: Engine = await asyncio.to_thread(build_engine, spec)
+        registry = Registry({"model": model, "variant": variant, "pool": role, "worker": me.ident})
+        self._max_batch = spec.engine.max_batch
+        self._host = WorkerHost(
+            me=me,
+            role=role,
+            engine=engine,
+            kv_io=KvIo(build_transfer(spec.engine, f"{me.ident}-{me.epoch:x}")),
+            key=key,
+            deadlines=config.deadlines,
+            registry=registry,
+        )
+        self._address = await self._host.start(link_host(config.link), config.link.port)
+        labels = {"model": model, "variant": variant, "pool": role}
+        self._control = ControlClient(
+            me=me, key=key, registry=registry, register=Register(me.kind, me.ident, labels, self._address)
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        follow_members(control, self._on_control)
+
+    def _on_control(self, members: Members) -> None:
+        address = address_of(members)
+        if address is not None:
+            task = asyncio.get_running_loop().create_task(self._control.connect(address))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Rides Serve's membership feed to every frontend, once, when the replica is ready."""
+        engine = self._host.engine
+        return {
+            "address": self._address,
+            "epoch": self._host.me.epoch,
+            "role": self._host.role,
+            "layout": engine.layout,
+            "block_tokens": engine.block_tokens,
+            "total_blocks": engine.memory.n_blocks,
+            "max_batch": self._max_batch,
+        }
+
+    async def check_health(self) -> None:
+        """Raises when the engine is of no use any more, so that Serve replaces the replica."""
+        self._host.check_alive()
+
+    async def __del__(self) -> None:
+        """Awaited by Serve's graceful shutdown: link streams are invisible to it, so they drain here."""
+        deadline = asyncio.get_running_loop().time() + DRAIN_S
+        while self._host.busy and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        await self._control.stop()
+        await self._host.stop()
+
+
+def find_variant(config: AppConfig, model: str, variant: str) -> Variant:
+    return next(v for m in config.models if m.name == model for v in m.variants if v.name == variant)
+
+
+def worker_deployment(
+    *,
+    name: str,
+    args: dict[str, Any],
+    model: str,
+    variant: Variant,
+    role: str,
+    pool: PoolConfig,
+    replicas: int,
+    control: Any,
+    deadlines: Deadlines,
+) -> Any:
+    """The bound deployment of one pool."""
+    options: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.gpus}
+    if pool.labels:
+        options["label_selector"] = pool.labels
+    # Set before torch is imported, and per replica: two workers that spin on two cores slow each other 3x.
+    options["runtime_env"] = {
+        "env_vars": {
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "GOMP_SPINCOUNT": "0",
+            "OMP_NUM_THREADS": str(variant.engine.threads),
+        }
+    }
+    deployment = serve.deployment(
+        Worker,
+        name=name,
+        num_replicas=replicas,
+        max_ongoing_requests=100_000,
+        ray_actor_options=options,
+        health_check_period_s=1,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=deadlines.request_ms / 1e3 + 5,
+        request_router_config=FOUND_BY_MEMBERS,
+        logging_config={"enable_access_log": False},
+    )
+    return deployment.bind(args, model, variant.name, role, control)

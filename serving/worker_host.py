@@ -1,0 +1,326 @@
+"""A worker without Ray: one engine, one KV pool, one transfer agent, and the links that use them.
+
+The engine's thread hands over one StepOutput a step; whatever queued up since the last turn of the event
+loop leaves as one frame per frontend. Messages of frontends become engine verbs; messages of readers go to
+the prefill role, answers of owners to the decode role. Every worker has both roles: which one its pool
+plays decides only what the router sends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+from decode.role import DecodeRole
+from prefill.role import PrefillRole
+from serving.config import Deadlines
+from serving.engine.base import AttemptId, Engine, Mode, StepOutput, Work
+from serving.kv.io import KvIo
+from serving.kv.peer_link import PeerLinks
+from serving.link import Identity, Link, LinkServer, dial
+from serving.metrics import Registry
+from serving.wire import (
+    AnyMessage,
+    Attach,
+    Beat,
+    Begun,
+    Cancel,
+    Confirm,
+    Detach,
+    Ended,
+    Events,
+    LoadReport,
+    Logprobs,
+    PeerHello,
+    Peers,
+    Renew,
+    SnapshotRequest,
+    Step,
+    Stored,
+    Submit,
+    Tokens,
+    pack_u32,
+    pack_u64,
+    unpack_u32,
+)
+from serving.worker_metrics import WorkerMetrics
+
+log = logging.getLogger("kvrelay.worker")
+
+LOAD_PERIOD_S = 0.02  # steps can be shorter than anybody can use a report
+READER_MESSAGES = (PeerHello, Attach, Renew, Confirm, Detach)
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What one frontend gets with the next frame."""
+
+    attempts: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    begun: list[Begun] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+
+    def frame(self, events: Events | None, load: LoadReport | None) -> Step | None:
+        if not (self.tokens or self.begun or self.ended or events or load):
+            return None
+        tokens = None
+        if self.tokens:
+            tokens = Tokens(pack_u64(self.attempts), pack_u32(self.positions), pack_u32(self.tokens))
+        return Step(
+            tokens=tokens,
+            logprobs=self.logprobs or None,
+            begun=self.begun or None,
+            ended=self.ended or None,
+            events=events,
+            load=load,
+        )
+
+
+class WorkerHost:
+    """`start` and `stop` are a pair; everything between runs on the loop that called `start`."""
+
+    def __init__(
+        self,
+        *,
+        me: Identity,
+        role: str,
+        engine: Engine,
+        kv_io: KvIo,
+        key: bytes,
+        deadlines: Deadlines,
+        registry: Registry,
+    ) -> None:
+        self.me = me
+        self.role = role
+        self.engine = engine
+        self.kv_io = kv_io
+        self._loop = asyncio.get_running_loop()
+        self._server = LinkServer(me, key, self, beat=self._beat)
+        self._frontends: set[Link] = set()
+        self._owners: dict[AttemptId, Link] = {}
+        self._outputs: deque[StepOutput] = deque()
+        self._flush_due = False
+        self._event_seq = 0
+        self._load_sent_s = 0.0
+        self._last = Beat()
+        self.peers = PeerLinks(
+            me=me,
+            dial=lambda address, handler: dial(address, me, key, handler, beat=self._beat),
+            kv_io=kv_io,
+            layout=engine.layout,
+        )
+        self.prefill = PrefillRole(engine=engine, kv_io=kv_io, deadlines=deadlines)
+        self.decode = DecodeRole(
+            engine=engine, kv_io=kv_io, peers=self.peers, deadlines=deadlines, on_failed=self._on_role_failed
+        )
+        self.metrics = WorkerMetrics(registry, self)
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Register the pool, start the engine, listen; returns the address to publish."""
+        await self.kv_io.open(self.engine.memory)
+        self.engine.start(self._on_engine_step)
+        self.prefill.start()
+        return await self._server.start(host, port)
+
+    async def stop(self) -> None:
+        await self._server.stop()
+        await self.decode.stop()
+        await self.prefill.stop()
+        await self.peers.stop()
+        self.engine.stop()
+        await self.kv_io.close()
+
+    @property
+    def attempts(self) -> int:
+        """Attempts that some frontend still waits for."""
+        return len(self._owners)
+
+    # ------------------------------------------------------------ links
+
+    def on_open(self, link: Link) -> None:
+        if link.peer is not None and link.peer.kind == "frontend":
+            self._frontends.add(link)
+            self._load_sent_s = 0.0
+            self._schedule_flush()
+
+    def on_lost(self, link: Link, reason: str) -> None:
+        """Nobody waits for that frontend's attempts any more; a reader's leases run out by themselves."""
+        if link in self._frontends:
+            self._frontends.discard(link)
+            for attempt in [a for a, owner in self._owners.items() if owner is link]:
+                self._cancel(attempt)
+        else:
+            self.prefill.on_reader_lost(link)
+        log.info("link from %s lost: %s", link.name, reason)
+
+    def on_message(self, link: Link, message: AnyMessage) -> None:
+        if isinstance(message, Submit):
+            self._submit(link, message)
+        elif isinstance(message, Cancel):
+            if self._owners.get(AttemptId(message.attempt)) is link:
+                self._cancel(AttemptId(message.attempt))
+        elif isinstance(message, READER_MESSAGES):
+            self.prefill.on_message(link, message)
+        elif isinstance(message, Peers):
+            self.peers.warm([p for p in message.peers if p.ident != self.me.ident])
+        elif isinstance(message, SnapshotRequest):
+            self._send_snapshot(link)
+        else:
+            link.close(f"{type(message).__name__} is not for a worker")
+
+    def _beat(self) -> Beat:
+        return self._last
+
+    # ------------------------------------------------------------ requests
+
+    def _submit(self, link: Link, submit: Submit) -> None:
+        attempt = AttemptId(submit.attempt)
+        if attempt in self._owners:
+            return  # a repeated frame
+        try:
+            work = self._work(submit)
+        except ValueError as error:
+            link.send(Step(ended=[Ended(submit.attempt, "", f"malformed submit: {error}")]))
+            return
+        self._owners[attempt] = link
+        if work.mode is Mode.DECODE:
+            self.decode.accept(submit)
+        elif work.mode is Mode.PREFILL:
+            self.prefill.accept(submit)
+        self.engine.submit(work)
+
+    def _work(self, submit: Submit) -> Work:
+        """Raises ValueError for what no honest frontend sends."""
+        tokens = unpack_u32(submit.tokens)
+        mode = Mode(submit.mode)
+        if not 1 <= submit.n_prompt <= len(tokens):
+            raise ValueError(f"n_prompt {submit.n_prompt} of {len(tokens)} tokens")
+        if len(tokens) >= self.engine.context_tokens:
+            raise ValueError(f"{len(tokens)} tokens; the context has {self.engine.context_tokens}")
+        if mode is Mode.DECODE and submit.handoff is None:
+            raise ValueError("decode without a hand-off")
+        return Work(
+            attempt=AttemptId(submit.attempt),
+            mode=mode,
+            tokens=tokens,
+            n_prompt=submit.n_prompt,
+            params=submit.params,
+            namespace=submit.namespace,
+            priority=submit.priority,
+        )
+
+    def _cancel(self, attempt: AttemptId) -> None:
+        self._owners.pop(attempt, None)
+        if not self.decode.cancel(attempt):  # it knows whether a read into the blocks is in flight
+            self.prefill.cancel(attempt)
+            self.engine.cancel(attempt)
+
+    def _on_role_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
+        """The hand-off of `attempt` failed; the role freed its blocks."""
+        link = self._owners.pop(attempt, None)
+        if link is not None:
+            link.send(Step(ended=[Ended(attempt, "", message, retryable)]))
+
+    # ------------------------------------------------------------ engine output
+
+    def _on_engine_step(self, output: StepOutput) -> None:
+        """On the engine's thread: queue, and wake the loop unless it is already on its way."""
+        self._outputs.append(output)
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon_threadsafe(self._flush)
+
+    def _schedule_flush(self) -> None:
+        if not self._flush_due:
+            self._flush_due = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Everything that queued up becomes one frame per frontend."""
+        self._flush_due = False  # first: what comes from now on schedules a turn of its own
+        outputs = self._outputs
+        outboxes = {link: _Outbox() for link in self._frontends}
+        stored: list[Stored] = []
+        removed: list[int] = []
+        while outputs:
+            output = outputs.popleft()
+            self._sort(output, outboxes)
+            stored.extend(Stored(run.parent, pack_u64(list(run.hashes))) for run in output.stored)
+            removed.extend(output.removed)
+            self.metrics.on_step(output)
+            self._last = Beat(output.load.step, output.load.runnable)
+            self.metrics.load = output.load
+        events = None
+        if stored or removed:
+            self._event_seq += 1
+            events = Events(self._event_seq, stored, pack_u64(removed))
+        load = self._load_report()
+        for link, outbox in outboxes.items():
+            frame = outbox.frame(events, load)
+            if frame is not None:
+                link.send(frame)
+
+    def _sort(self, output: StepOutput, outboxes: dict[Link, _Outbox]) -> None:
+        owners = self._owners
+        for reserved in output.reserved:
+            self.decode.on_reserved(reserved)
+        for chunk in output.chunks:
+            self.prefill.on_chunk(chunk)
+        if len(outboxes) == 1 and not output.logprobs:
+            outbox = next(iter(outboxes.values()))
+            outbox.attempts += output.attempts
+            outbox.positions += output.positions
+            outbox.tokens += output.tokens
+        elif output.tokens:
+            for row, attempt in enumerate(output.attempts):
+                link = owners.get(attempt)
+                if link is None:
+                    continue
+                outbox = outboxes[link]
+                drawn = output.logprobs.get(row)
+                if drawn is not None:
+                    outbox.logprobs.append(Logprobs(len(outbox.tokens), drawn.logprob, drawn.top))
+                outbox.attempts.append(attempt)
+                outbox.positions.append(output.positions[row])
+                outbox.tokens.append(output.tokens[row])
+        for started in output.started:
+            link = owners.get(started.attempt)
+            if link is not None:
+                outboxes[link].begun.append(Begun(started.attempt, started.n_cached))
+        for finished in output.finished:
+            self._ended(outboxes, finished.attempt, Ended(finished.attempt, finished.reason.value))
+        for failed in output.failed:
+            self.prefill.on_failed(failed.attempt, failed.message)
+            self.decode.on_engine_failed(failed.attempt)
+            self._ended(outboxes, failed.attempt, Ended(failed.attempt, "", failed.message))
+
+    def _ended(self, outboxes: dict[Link, _Outbox], attempt: AttemptId, ended: Ended) -> None:
+        link = self._owners.pop(attempt, None)
+        if link is not None:
+            outboxes[link].ended.append(ended)
+
+    def _load_report(self) -> LoadReport | None:
+        now = self._loop.time()
+        load = self.metrics.load
+        if load is None or now - self._load_sent_s < LOAD_PERIOD_S:
+            return None
+        self._load_sent_s = now
+        blocks = load.blocks
+        return LoadReport(
+            step=load.step,
+            running=load.running,
+            waiting=load.waiting,
+            waiting_tokens=load.waiting_tokens,
+            free_blocks=blocks.free + blocks.cached,
+            total_blocks=blocks.total,
+            step_ms=load.step_ms,
+            role=self.role,
+        )
+
+    def _send_snapshot(self, link: Link) -> None:
+        """The cache as of the last flushed step: events after `seq` continue it."""
+        raise NotImplementedError

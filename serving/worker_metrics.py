@@ -1,0 +1,106 @@
+"""What a worker shows: its engine's counters, block states and steps, its transfers and leases."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from serving.engine.base import Engine, Load, StepOutput
+from serving.kv.transfer import TransferCounters
+from serving.metrics import Labels, Registry
+
+BATCH_BUCKETS = (0, 1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
+
+
+class Measured(Protocol):
+    """The parts of a worker that the metrics read."""
+
+    engine: Engine
+
+    @property
+    def attempts(self) -> int: ...
+
+    @property
+    def leases(self) -> int: ...
+
+    @property
+    def transfers(self) -> TransferCounters: ...
+
+    @property
+    def handoff_failures(self) -> int: ...
+
+
+class WorkerMetrics:
+    """Totals that engine and transfer count themselves are copied when a snapshot is made."""
+
+    def __init__(self, registry: Registry, worker: Measured) -> None:
+        self._worker = worker
+        self.load: Load | None = None
+        self.step_seconds = registry.histogram("step_seconds", "Engine steps")
+        self.batch = registry.histogram("batch_size", "Sequences in the batch, by step", BATCH_BUCKETS)
+        self._totals = {
+            name: registry.counter(name, help)
+            for name, help in (
+                ("prompt_tokens_computed", "Prompt tokens this engine computed"),
+                ("prompt_tokens_cached", "Prompt tokens this engine found in its cache"),
+                ("tokens_generated", "Tokens this engine drew"),
+                ("preemptions", "Sequences put back because blocks ran out"),
+                ("engine_steps", "Steps this engine took"),
+                ("prefill_step_seconds", "Step time spent on prompt tokens"),
+                ("decode_step_seconds", "Step time spent on decoding"),
+                ("kv_content_checks", "Transferred blocks whose content was checked (sim)"),
+                ("kv_content_errors", "Transferred blocks with wrong content (sim)"),
+                ("handoff_bytes", "KV bytes read from peers"),
+                ("handoff_blocks", "KV blocks read from peers"),
+                ("handoff_reads", "Reads from peers"),
+                ("handoff_read_failures", "Reads from peers that failed"),
+                ("handoff_read_seconds", "Time of reads from peers, summed"),
+                ("handoff_failures", "Hand-offs that failed, for any reason"),
+            )
+        }
+        registry.gauge("kv_blocks", "KV blocks, by state", self._blocks, ("state",))
+        registry.gauge("attempts", "Attempts in flight", lambda: {(): worker.attempts})
+        registry.gauge("leases", "KV leases held for readers", lambda: {(): worker.leases})
+        registry.gauge("queue", "Sequences, by state", self._queue, ("state",))
+
+    def on_step(self, output: StepOutput) -> None:
+        load = output.load
+        self.load = load
+        if load.batch_tokens:
+            self.step_seconds.observe(load.step_ms / 1e3)
+            self.batch.observe(load.running)
+
+    def _blocks(self) -> dict[Labels, float]:
+        self._copy_totals()
+        if self.load is None:
+            return {}
+        blocks = self.load.blocks
+        states = ("used", "leased", "quarantined", "cached", "free")
+        return {(state,): getattr(blocks, state) for state in states}
+
+    def _queue(self) -> dict[Labels, float]:
+        if self.load is None:
+            return {}
+        return {("running",): self.load.running, ("waiting",): self.load.waiting}
+
+    def _copy_totals(self) -> None:
+        engine = self._worker.engine.counters
+        transfers = self._worker.transfers
+        values = {
+            "prompt_tokens_computed": engine.prompt_tokens_computed,
+            "prompt_tokens_cached": engine.prompt_tokens_cached,
+            "tokens_generated": engine.tokens_generated,
+            "preemptions": engine.preemptions,
+            "engine_steps": engine.steps,
+            "prefill_step_seconds": engine.prefill_seconds,
+            "decode_step_seconds": engine.decode_seconds,
+            "kv_content_checks": engine.content_checks,
+            "kv_content_errors": engine.content_errors,
+            "handoff_bytes": transfers.bytes,
+            "handoff_blocks": transfers.blocks,
+            "handoff_reads": transfers.reads,
+            "handoff_read_failures": transfers.failures,
+            "handoff_read_seconds": transfers.seconds,
+            "handoff_failures": self._worker.handoff_failures,
+        }
+        for name, value in values.items():
+            self._totals[name].set_total(value)
