@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from decode.counters import HandoffCounters, failure_kind
-from prefill.role import NOTE
 from serving.config import Deadlines
-from serving.engine.base import AttemptId, BlockId, Engine, Reserved, StepOutput
+from serving.engine.base import AttemptId, BlockId, Engine, Reserved
 from serving.errors import (
     KVRelayError,
     LayoutMismatch,
@@ -32,6 +31,7 @@ from serving.errors import (
     TransferTimeout,
 )
 from serving.kv.io import KvIo
+from serving.kv.lease import pack_note
 from serving.kv.peer_link import Peer, PeerLinks
 from serving.wire import (
     AnyMessage,
@@ -41,7 +41,6 @@ from serving.wire import (
     Confirmed,
     Detach,
     Handoff,
-    PeerAddress,
     Refused,
     Renew,
     Submit,
@@ -64,6 +63,7 @@ class _Job:
     reserved: asyncio.Future[Reserved]
     until_s: float  # the attempt's own deadline
     inbox: asyncio.Queue[Chunk | Confirmed | TransferError] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
     peer: Peer | None = None  # once attached
     generation: int | None = None
     renewal: asyncio.TimerHandle | None = None
@@ -73,22 +73,25 @@ class _Job:
 
 
 class DecodeRole:
-    """Belongs to one event loop. `on_failed(attempt, message, retryable)` is called at most once an attempt,
-    never after `cancel`; `on_unneeded(attempt)` when the request had already finished on its first token."""
+    """Belongs to one event loop; `stop` ends it.
+
+    `on_failed(attempt, message, retryable)` is called at most once an attempt and never after `cancel`;
+    `on_unneeded(attempt)` when the request had already finished on its first token.
+    """
 
     def __init__(
         self,
+        *,
         engine: Engine,
-        io: KvIo,
+        kv_io: KvIo,
         peers: PeerLinks,
         deadlines: Deadlines,
-        *,
         on_failed: Callable[[AttemptId, str, bool], None],
         on_unneeded: Callable[[AttemptId], None] = lambda attempt: None,
     ) -> None:
         self.counters = HandoffCounters()
         self._engine = engine
-        self._io = io
+        self._kv_io = kv_io
         self._peers = peers
         self._deadlines = deadlines
         self._on_failed = on_failed
@@ -97,9 +100,8 @@ class DecodeRole:
         self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
         self._attached: dict[tuple[Peer, int], _Job] = {}  # by the owner's attempt
         self._quarantined: set[AttemptId] = set()
-        self._warming: set[asyncio.Task[None]] = set()
         peers.deliver_to(self)
-        io.on_ended = self._reads_ended
+        kv_io.on_ended = self._reads_ended
 
     @property
     def idle(self) -> bool:
@@ -117,47 +119,44 @@ class DecodeRole:
         task = self._tasks[attempt] = loop.create_task(self._take_over(job))
         task.add_done_callback(lambda done: self._ended(job, done))
 
-    def on_step(self, output: StepOutput) -> None:
-        """An engine step, on the event loop."""
-        for reserved in output.reserved:
-            job = self._jobs.get(reserved.attempt)
-            if job is not None and not job.reserved.done():
-                job.reserved.set_result(reserved)
-        for failed in output.failed:  # the worker reports it; here is only something to stop
-            if failed.attempt in self._tasks:
-                self._tasks[failed.attempt].cancel()
+    def on_reserved(self, reserved: Reserved) -> None:
+        job = self._jobs.get(reserved.attempt)
+        if job is not None and not job.reserved.done():
+            job.reserved.set_result(reserved)
 
-    def cancel(self, attempt: AttemptId) -> None:
-        """Forget `attempt` in whatever state, here and in the engine. Idempotent."""
+    def on_engine_failed(self, attempt: AttemptId) -> None:
+        """The engine gave it up and its caller reports so; here is only something to stop."""
         task = self._tasks.get(attempt)
-        if task is None:
-            self._engine.cancel(attempt)
-        else:
-            task.cancel()  # `_ended` does the rest
+        if task is not None:
+            task.cancel()
 
-    def warm(self, peers: list[PeerAddress]) -> None:
-        """Connect to owners ahead of the first hand-off; failures show when one is needed."""
-        for peer in peers:
-            if peer.layout == self._engine.layout:
-                task = asyncio.get_running_loop().create_task(self._warm(peer))
-                self._warming.add(task)
-                task.add_done_callback(self._warming.discard)
+    def cancel(self, attempt: AttemptId) -> bool:
+        """Forget an attempt that is being handed over, here and in the engine; False for any other,
+        which the engine can be told directly. Idempotent."""
+        job = self._jobs.get(attempt)
+        if job is None:
+            return False
+        job.cancelled = True  # holds even when the task just came to its own end
+        self._tasks[attempt].cancel()  # `_ended` does the rest, in the loop's next turns
+        return True
 
-    async def close(self) -> None:
-        tasks = [*self._tasks.values(), *self._warming]
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._peers.close()
 
     # -- what owners say (PeerLinks)
 
     def on_owner_message(self, peer: Peer, message: AnyMessage) -> None:
         if isinstance(message, Chunk | Confirmed | Refused):
             job = self._attached.get((peer, message.attempt))
-            if job is not None:
-                refused = isinstance(message, Refused)
-                job.inbox.put_nowait(LeaseRefused(message.reason) if refused else message)
+            if job is None:
+                return
+            if isinstance(message, Refused):
+                job.inbox.put_nowait(LeaseRefused(message.reason))
+            else:
+                job.inbox.put_nowait(message)
 
     def on_owner_lost(self, peer: Peer, reason: str) -> None:
         for job in self._jobs.values():
@@ -214,8 +213,8 @@ class DecodeRole:
                 raise TransferError(f"chunk of blocks {chunk.first}..{end} does not follow block {have}")
             if end > have:
                 source, target = source[have - chunk.first :], reserved.blocks[have:end]
-                note = NOTE.pack(job.handoff.attempt, chunk.generation)
-                read = self._io.read(peer.agent, source, target, note, transfer_s, token=job.attempt)
+                note = pack_note(AttemptId(job.handoff.attempt), chunk.generation)
+                read = self._kv_io.read(peer.agent, source, target, note, transfer_s, token=job.attempt)
                 reads.create_task(read)
                 job.n_read += len(source)
                 have = end
@@ -271,23 +270,24 @@ class DecodeRole:
         if peer is not None:
             del self._attached[peer, job.handoff.attempt]
         error = None if task.cancelled() else _root(task.exception())
-        if error is None and not task.cancelled():
+        if error is None and not task.cancelled() and not job.cancelled:
             return
-        writing = self._io.in_flight(attempt) > 0
+        writing = self._kv_io.in_flight(attempt) > 0
         if writing:
             self._quarantined.add(attempt)
         self._engine.cancel(attempt, quarantine=writing)
         if isinstance(error, _FinishedAlready):
-            self._on_unneeded(attempt)
+            if not job.cancelled:
+                self._on_unneeded(attempt)
             return
         if peer is not None:
             peer.send(Detach(job.handoff.attempt))
-        if error is None:
+        if isinstance(error, PeerGone) and peer is not None:
+            self._peers.drop(peer, str(error))  # a failed agent must be added anew
+        if error is None or job.cancelled:
             self.counters.cancelled += 1
             return
         self.counters.failed(failure_kind(error))
-        if isinstance(error, PeerGone) and peer is not None:
-            self._peers.drop(peer, str(error))
         if not isinstance(error, KVRelayError):
             log.error("hand-off of attempt %d", attempt, exc_info=error)
         self._on_failed(attempt, str(error) or repr(error), not isinstance(error, LayoutMismatch))
@@ -296,12 +296,6 @@ class DecodeRole:
         if attempt in self._quarantined:
             self._quarantined.discard(attempt)
             self._engine.end_quarantine(attempt)
-
-    async def _warm(self, peer: PeerAddress) -> None:
-        try:
-            await self._peers.ensure(peer.address, peer.epoch, self._deadlines.transfer_ms / 1e3)
-        except KVRelayError as error:
-            log.info("not connected ahead of need to %s: %s", peer.address, error)
 
 
 def _root(error: BaseException | None) -> BaseException | None:

@@ -11,16 +11,15 @@ engine's own; `engine.release` is called only after its last chunk, and once. On
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
 
 from serving.config import Deadlines
-from serving.engine.base import AttemptId, ChunkReady, Engine, StepOutput
+from serving.engine.base import AttemptId, ChunkReady, Engine
 from serving.kv.io import KvIo
-from serving.kv.lease import LeaseTable
+from serving.kv.lease import LeaseTable, unpack_note
 from serving.kv.peer_link import PeerLink
 from serving.wire import (
     AnyMessage,
@@ -33,6 +32,7 @@ from serving.wire import (
     PeerWelcome,
     Refused,
     Renew,
+    Submit,
     pack_u32,
 )
 
@@ -41,8 +41,6 @@ UNKNOWN_S = 10.0  # how long a reader may be ahead of the prefill it waits for
 WIRE_UP_S = 5.0  # how long we poll for a peer that said hello
 TICK_S = 0.25
 REMEMBERED = 4096  # attempts that are over, for a clear answer to late readers
-
-NOTE = struct.Struct("<QQ")  # attempt, generation: comes with a read of ours
 
 
 @dataclass(slots=True)
@@ -77,20 +75,20 @@ class _Handover:
 
 
 class PrefillRole:
-    """Give it all that concerns hand-offs: `accept`, `on_step`, `cancel`, readers' messages and losses."""
+    """Give it all that concerns hand-offs. `start` and `stop` are a pair, on one event loop."""
 
     def __init__(
         self,
-        engine: Engine,
-        io: KvIo,
-        deadlines: Deadlines,
         *,
+        engine: Engine,
+        kv_io: KvIo,
+        deadlines: Deadlines,
         unknown_s: float = UNKNOWN_S,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.counters = PrefillCounters()
         self._engine = engine
-        self._io = io
+        self._kv_io = kv_io
         self._clock = clock
         self._lease_s = LEASES_PER_TRANSFER * deadlines.transfer_ms / 1e3
         self._unattached_s = (deadlines.queue_ms + deadlines.transfer_ms) / 1e3
@@ -99,32 +97,60 @@ class PrefillRole:
         self._handovers: dict[AttemptId, _Handover] = {}
         self._over: OrderedDict[AttemptId, str] = OrderedDict()
         self._timer: asyncio.TimerHandle | None = None
-        io.on_note = self.on_note
+        kv_io.on_note = self._on_note
+
+    def start(self) -> None:
+        """Begin to end what waits too long."""
+        self.tick()
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self.start)
+
+    async def stop(self) -> None:
+        """Refuse whoever still reads; the engine is about to stop."""
+        for attempt in list(self._handovers):
+            self._refuse(attempt, "the worker stops")
+        if self._timer is not None:
+            self._timer.cancel()
 
     @property
     def idle(self) -> bool:
         """Nobody reads from us and nobody may come to."""
         return not self._handovers
 
-    def accept(self, attempt: AttemptId) -> None:
-        """A prefill was given to the engine: a reader that attaches now waits as long as that takes."""
+    def accept(self, submit: Submit) -> None:
+        """A prefill goes to the engine: a reader that attaches from now on waits as long as that takes."""
+        attempt = AttemptId(submit.attempt)
         handover = self._handover(attempt)
         handover.accepted = True
         handover.unwanted = attempt in self._over  # its reader came first and left again
         handover.until_s = None
 
-    def on_step(self, output: StepOutput) -> None:
-        """An engine step, on the event loop."""
-        for chunk in output.chunks:
-            self._on_chunk(chunk)
-        for failed in output.failed:
-            if failed.attempt in self._handovers:
-                self._refuse(failed.attempt, f"prefill failed: {failed.message}")
-        self.tick()
+    def on_chunk(self, chunk: ChunkReady) -> None:
+        if chunk.attempt in self._over and chunk.attempt not in self._handovers:
+            if chunk.last:  # cancelled while this output was on its way
+                self._engine.release(chunk.attempt)
+            return
+        handover = self._handover(chunk.attempt)
+        handover.accepted = True
+        handover.chunks.append(chunk)
+        handover.until_s = None
+        handover.complete = chunk.last
+        if handover.unwanted:
+            if chunk.last:
+                self._forget(handover, self._over.get(chunk.attempt, "nobody wants it"))
+        elif handover.reader is not None:
+            self._send(handover, handover.reader, chunk)
+        elif handover.pinned:
+            self._leases.grant(chunk.attempt, self._clock(), self._unattached_s)
+        elif chunk.last:
+            handover.until_s = self._clock() + self._unattached_s
+
+    def on_failed(self, attempt: AttemptId, message: str) -> None:
+        """The engine failed it. Unknown attempts are ignored."""
+        if attempt in self._handovers:
+            self._refuse(attempt, f"prefill failed: {message}")
 
     def cancel(self, attempt: AttemptId) -> None:
-        """The request is over, in whatever state; cancels it in the engine too. Idempotent."""
-        self._engine.cancel(attempt)
+        """The request is over, in whatever state; the caller cancels it in the engine. Idempotent."""
         if attempt in self._handovers:
             self._refuse(attempt, "prefill cancelled")
 
@@ -145,20 +171,14 @@ class PrefillRole:
                 return False
         return True
 
-    def on_lost(self, link: PeerLink) -> None:
+    def on_reader_lost(self, link: PeerLink) -> None:
         """A reader that lost its link fails its requests, so nobody will confirm them."""
         for handover in list(self._handovers.values()):
             if handover.reader is link:
                 self._detach(link, handover.attempt, "its reader is gone")
 
-    def on_note(self, note: bytes) -> None:
-        """A reader's agent has read something under a lease: a sign of life."""
-        if len(note) == NOTE.size:
-            attempt, generation = NOTE.unpack(note)
-            self._renew(AttemptId(attempt), generation)
-
     def tick(self) -> None:
-        """End what has waited too long. Called by a timer while anything waits."""
+        """End what has waited too long."""
         now_s = self._clock()
         for attempt in self._leases.expire(now_s):
             self.counters.expired += 1
@@ -167,37 +187,6 @@ class PrefillRole:
             if handover.until_s is not None and handover.until_s <= now_s:
                 self._refuse(handover.attempt, "no prefill of that name came")
         self.counters.leases_held = len(self._leases)
-        self._schedule()
-
-    def close(self) -> None:
-        """Refuse whoever still reads; the engine is about to stop."""
-        for attempt in list(self._handovers):
-            self._refuse(attempt, "the worker stops")
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    # -- the engine's side
-
-    def _on_chunk(self, chunk: ChunkReady) -> None:
-        if chunk.attempt in self._over and chunk.attempt not in self._handovers:
-            if chunk.last:  # cancelled while this output was on its way
-                self._engine.release(chunk.attempt)
-            return
-        handover = self._handover(chunk.attempt)
-        handover.accepted = True
-        handover.chunks.append(chunk)
-        handover.until_s = None
-        handover.complete = chunk.last
-        if handover.unwanted:
-            if chunk.last:
-                self._forget(handover, self._over.get(chunk.attempt, "nobody wants it"))
-        elif handover.reader is not None:
-            self._send(handover, handover.reader, chunk)
-        elif handover.pinned:
-            self._leases.grant(chunk.attempt, self._clock(), self._unattached_s)
-        elif chunk.last:
-            handover.until_s = self._clock() + self._unattached_s
 
     def _send(self, handover: _Handover, reader: PeerLink, chunk: ChunkReady) -> None:
         """Tell the reader what it lacks of `chunk`, under a lease from now."""
@@ -226,12 +215,12 @@ class PrefillRole:
     def _welcome(self, link: PeerLink) -> None:
         """The reader compares layouts; then it connects, for which our agent must be polled."""
         memory = self._engine.memory
-        self._io.attend_for(WIRE_UP_S)
+        self._kv_io.attend_for(WIRE_UP_S)
         link.send(
             PeerWelcome(
-                metadata=self._io.metadata,
+                metadata=self._kv_io.metadata,
                 layout=self._engine.layout,
-                agent=self._io.agent,
+                agent=self._kv_io.agent,
                 base_address=memory.address,
                 block_bytes=memory.block_bytes,
                 n_blocks=memory.n_blocks,
@@ -252,12 +241,16 @@ class PrefillRole:
         handover.reader, handover.first = link, first
         if not known:
             handover.until_s = self._clock() + self._unknown_s
-        self._io.attend(attempt)
+        self._kv_io.attend(attempt)
         finished = handover.complete and not handover.pinned
         for chunk in handover.chunks[-1:] if finished else list(handover.chunks):
             if handover.reader is link:
                 self._send(handover, link, chunk)
-        self._schedule()
+
+    def _on_note(self, note: bytes) -> None:
+        read = unpack_note(note)
+        if read is not None:
+            self._renew(*read)
 
     def _renew(self, attempt: AttemptId, generation: int) -> None:
         self._leases.renew(attempt, generation, self._clock(), self._lease_s)
@@ -296,7 +289,7 @@ class PrefillRole:
             return
         handover.unwanted = True
         self._leases.release(attempt)
-        self._io.dismiss(attempt)
+        self._kv_io.dismiss(attempt)
         self._remember(attempt, reason)
 
     def _refuse(self, attempt: AttemptId, reason: str) -> None:
@@ -311,7 +304,7 @@ class PrefillRole:
         attempt = handover.attempt
         del self._handovers[attempt]
         self._leases.release(attempt)
-        self._io.dismiss(attempt)
+        self._kv_io.dismiss(attempt)
         if handover.pinned:
             self._engine.release(attempt)
         self._remember(attempt, reason)
@@ -331,14 +324,3 @@ class PrefillRole:
         if handover is None:
             handover = self._handovers[attempt] = _Handover(attempt)
         return handover
-
-    def _schedule(self) -> None:
-        if self._handovers and (self._timer is None or self._timer.when() <= self._now()):
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self.tick)
-        elif not self._handovers and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    @staticmethod
-    def _now() -> float:
-        return asyncio.get_running_loop().time()

@@ -1,7 +1,7 @@
 """The HTTP API as a raw ASGI application: routes, bodies, ids and errors; what is said is in sse.py.
 
-A generation's path: read the body, check it (openai), render and tokenise (intake), start it on the Generator with a
-response as its sink (responder), then wait for its end or the client's, whichever is first.
+A generation's path: read the body, check it (openai), render and tokenise (intake), start it on the
+Generator with a response as its sink (responder), then wait for its end or for the client to leave.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ Receive = Callable[[], Awaitable[Message]]
 Health = Callable[[], tuple[int, dict[str, Any]]]  # status and body of /health
 Metrics = Callable[[], Awaitable[bytes]]  # Prometheus text of /metrics
 
-_REQUEST_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
+_ID = re.compile(r"^[A-Za-z0-9._:-]{1,128}$")
 _MAX_TIMEOUT_MS = 86_400_000
+_MAX_SHOWN_NAME = 128  # characters of an unknown model's name in the error
 _MODELS = "/v1/models"
 _PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETION: "cmpl-"}
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
@@ -74,7 +75,7 @@ class Api:
         keep_alive_s: float = 10.0,
         on_end: Callable[[AccessRecord], None] = log_access,
     ) -> None:
-        """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: called once a generation."""
+        """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation."""
         self._models = models
         self._generator = generator
         self._health = health
@@ -110,13 +111,14 @@ class _Exchange:
         self._api = api
         self._receive = receive
         self._send = send
+        self._response: Response | None = None
         self._method: str = scope["method"]
         root: str = scope.get("root_path", "")
         path: str = scope["path"]
         self._path = path[len(root) :] if root and path.startswith(root + "/") else path
         self._headers: dict[bytes, bytes] = dict(scope["headers"])
         given = self._header(b"x-request-id")
-        self.request_id = given if given and _REQUEST_ID.match(given) else uuid.uuid4().hex
+        self.request_id = given if given and _ID.match(given) else uuid.uuid4().hex
 
     async def run(self) -> None:
         try:
@@ -153,11 +155,10 @@ class _Exchange:
 
     async def _generate(self, endpoint: Endpoint) -> None:
         record = AccessRecord(self.request_id, endpoint.value, started_at=asyncio.get_running_loop().time())
-        status = 500
-        response: Response | None = None
+        status = KVRelayError.status
         try:
             response = await self._start(endpoint, record)
-            await self._until_ended(response)
+            record.client_left = not await self._until_ended(response)
             if response.error is not None and not response.answered:
                 raise response.error
             status = 200
@@ -171,10 +172,10 @@ class _Exchange:
             record.client_left = True
             raise
         finally:
-            record.status = status
-            if response is not None:
-                response.cancel()
-                record.take(response)
+            if self._response is not None:
+                self._response.abandon()
+                record.take(self._response)
+            record.ended(status)
             self._api._on_end(record)
 
     async def _start(self, endpoint: Endpoint, record: AccessRecord) -> Response:
@@ -192,7 +193,7 @@ class _Exchange:
         envelope = Envelope(endpoint, _PREFIX[endpoint] + uuid.uuid4().hex, int(time.time()), model.name)
         response: Response
         if body.stream:
-            response = StreamedResponse(
+            response = self._response = StreamedResponse(
                 envelope,
                 pieces,
                 model.vocabulary,
@@ -202,6 +203,105 @@ class _Exchange:
                 keep_alive_s=self._api._keep_alive_s,
             )
         else:
-            response = CollectedResponse(envelope, pieces, model.vocabulary)
+            response = self._response = CollectedResponse(envelope, pieces, model.vocabulary)
         response.begin(self._api._generator)
         return response
+
+    async def _until_ended(self, response: Response) -> bool:
+        """Wait for the response's end or the client's; false when the client left first."""
+        leaving = asyncio.ensure_future(self._client_leaves())
+        try:
+            await asyncio.wait((response.done, leaving), return_when=asyncio.FIRST_COMPLETED)
+            return response.done.done()
+        finally:
+            leaving.cancel()
+
+    async def _client_leaves(self) -> None:
+        try:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+        except Exception:  # the server's other way to say it
+            _log.debug("request %s: receive failed", self.request_id, exc_info=True)
+
+    async def _read_body(self) -> bytes:
+        """Raises BodyTooLarge as soon as that is known, ClientGone."""
+        limit = self._api._body_limit
+        too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
+        announced = self._header(b"content-length")
+        if announced is not None and announced.isdecimal() and int(announced[:20]) > limit:
+            raise too_large
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            part: bytes = message.get("body", b"")
+            size += len(part)
+            if size > limit:
+                raise too_large
+            parts.append(part)
+            if not message.get("more_body", False):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _allow(self, *methods: str) -> None:
+        if self._method not in methods:
+            raise MethodNotAllowed(f"this path answers {' and '.join(methods)} only")
+
+    def _model(self, name: str) -> ServedModel:
+        model = self._api._models.get(name)
+        if model is None:
+            shown = name if len(name) <= _MAX_SHOWN_NAME else name[:_MAX_SHOWN_NAME] + "..."
+            raise ModelNotFound(f"the model {shown!r} does not exist", param="model")
+        return model
+
+    def _header(self, name: bytes) -> str | None:
+        value = self._headers.get(name)
+        return None if value is None else value.decode("latin-1")
+
+    def _session(self) -> str | None:
+        value = self._header(b"x-session-id")
+        if value is not None and not _ID.match(value):
+            raise InvalidRequest(
+                "x-session-id must be 1 to 128 letters, digits or ._:-", param="x-session-id"
+            )
+        return value
+
+    def _timeout_ms(self) -> float | None:
+        value = self._header(b"x-request-timeout-ms")
+        if value is None:
+            return None
+        try:
+            timeout_ms = float(value)
+        except ValueError:
+            timeout_ms = math.nan
+        if not 0 < timeout_ms <= _MAX_TIMEOUT_MS:
+            raise InvalidRequest(
+                f"x-request-timeout-ms must be a number above 0, at most {_MAX_TIMEOUT_MS}",
+                param="x-request-timeout-ms",
+            )
+        return timeout_ms
+
+    def _head(self, content_type: bytes, *more: tuple[bytes, bytes]) -> Headers:
+        return [(b"content-type", content_type), (b"x-request-id", self.request_id.encode()), *more]
+
+    async def _answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: bytes = b"application/json",
+        *more: tuple[bytes, bytes],
+    ) -> None:
+        head = self._head(content_type, (b"content-length", str(len(body)).encode()), *more)
+        await self._send({"type": "http.response.start", "status": status, "headers": head})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _answer_error(self, error: KVRelayError) -> None:
+        if self._response is not None and self._response.answered:
+            return  # the stream has said what there is to say
+        more = []
+        if error.retry_after_s is not None:
+            more.append((b"retry-after", str(error.retry_after_s).encode()))
+        if isinstance(error, MethodNotAllowed):
+            more.append((b"allow", b"POST" if self._path in _ENDPOINTS else b"GET, HEAD"))
+        await self._answer(error.status, orjson.dumps(error_body(error)), b"application/json", *more)

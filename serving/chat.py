@@ -1,8 +1,8 @@
 """Chat messages to token ids: the model's own template, rendered and tokenised once.
 
-The template is run as transformers runs it (same sandbox, same filters and globals; a test compares the two),
-but without importing transformers. Templates come with the weights and may be wrong or hostile: whatever
-they raise becomes a 400 with the template's own reason.
+The template is run as transformers runs it (same sandbox, same filters and globals; a test compares the
+two), but without importing transformers. Templates come with the weights and may be wrong or hostile:
+whatever they raise becomes a 400 with the template's own reason.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             reason = (error.message or type(error).__name__)[:_MAX_REASON]
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from None
-        except Exception as error:  # a template can raise anything; its values are the client's, so only the kind
+        except (
+            Exception
+        ) as error:  # a template can raise anything; its values are the client's, so only the kind
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages ({type(error).__name__})",
                 param="messages",
@@ -82,7 +84,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is just text."""
+    """`{% generation %}` ... `{% endgeneration %}` marks what to train on; here it is just text."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 
@@ -103,7 +105,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Unlike jinja2's own filter this does not escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

@@ -7,13 +7,13 @@ the link key (serving/link_key.py). Settings that change live are owned by Contr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from serving.config_errors import explain
 from serving.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -141,7 +141,7 @@ def load_config(args: Mapping[str, Any]) -> AppConfig:
     try:
         config = msgspec.convert(args, AppConfig)
     except msgspec.ValidationError as error:
-        raise _explain(error, args) from None
+        raise explain(error, args, AppConfig) from None
     _check_relations(config)
     return config
 
@@ -181,58 +181,3 @@ def _check_relations(config: AppConfig) -> None:
                     )
             if variant.decode.replicas < 1:
                 raise ConfigError(f"{at}.decode.replicas = 0; allowed: 1 or more, decode answers requests")
-
-
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`")
-_AT = re.compile(r" - at `\$(?P<path>[^`]*)`$")
-
-
-def _explain(error: msgspec.ValidationError, args: Mapping[str, Any]) -> ConfigError:
-    text = str(error)
-    found = _AT.search(text)
-    path = found["path"].lstrip(".") if found else ""
-    what = _AT.sub("", text)
-    unknown = _UNKNOWN.match(what)
-    if unknown:
-        where = f"{path}." if path else ""
-        allowed = ", ".join(_fields_at(path))
-        return ConfigError(f"unknown key {where}{unknown['key']}; allowed here: {allowed}")
-    value = _value_at(args, path)
-    return ConfigError(f"{path or 'args'} = {value}: {what[:1].lower()}{what[1:]}")
-
-
-def _steps(path: str) -> list[str | int]:
-    return [int(n) if n else key for key, n in re.findall(r"([^.\[\]]+(?<!\d)|[A-Za-z_]\w*)|\[(\d+)\]", path)]
-
-
-def _value_at(args: Any, path: str) -> str:
-    for step in _steps(path):
-        try:
-            args = args[step]
-        except (KeyError, IndexError, TypeError):
-            return "(missing)"
-    text = repr(args)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _fields_at(path: str) -> list[str]:
-    """Names of the settings allowed at `path`, by walking the types along it."""
-    here: Any = AppConfig
-    for step in _steps(path):
-        if isinstance(step, int):
-            continue
-        info = {f.name: f.type for f in msgspec.structs.fields(here)}
-        here = _section_of(info.get(step))
-        if here is None:
-            return []
-    return [f.name for f in msgspec.structs.fields(here)]
-
-
-def _section_of(kind: Any) -> Any:
-    if isinstance(kind, type) and issubclass(kind, Section):
-        return kind
-    for inner in getattr(kind, "__args__", ()):
-        found = _section_of(inner)
-        if found is not None:
-            return found
-    return None

@@ -15,7 +15,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from kvrouter.hashing import namespace_seed
@@ -71,9 +71,26 @@ class Run:
     """A request in flight; the Ticket its client side holds."""
 
     __slots__ = (
-        "attempts", "deadline_s", "early", "ended", "failed_on", "final", "info", "last_s", "logprobs",
-        "next_position", "pending", "pending_logprobs", "placements", "request", "sent", "sink", "stage",
-        "stage_s", "started_s", "_cancel",
+        "_cancel",
+        "attempts",
+        "deadline_s",
+        "early",
+        "ended",
+        "failed_on",
+        "final",
+        "info",
+        "last_s",
+        "logprobs",
+        "next_position",
+        "pending",
+        "pending_logprobs",
+        "placements",
+        "request",
+        "sent",
+        "sink",
+        "stage",
+        "stage_s",
+        "started_s",
     )  # fmt: skip
 
     def __init__(
@@ -220,8 +237,10 @@ class Coordinator:
             submit(decode, Mode.LOCAL)
         else:
             prefill = self._workers[choice.prefill]
-            first = submit(prefill, Mode.PREFILL)
-            if remaining > 1:  # one token: prefill's is the whole answer
+            if remaining == 1:  # prefill's token is the whole answer: nobody needs the KV
+                submit(prefill, Mode.LOCAL)
+            else:
+                first = submit(prefill, Mode.PREFILL)
                 source = Handoff(prefill.address, prefill.ident, prefill.epoch, first)
                 submit(decode, Mode.DECODE, source)
         run.enter(Stage.QUEUE, now)

@@ -19,7 +19,7 @@ _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenText(NamedTuple):
-    """One token as logprob entries show it; `raw` is empty for special tokens, so bytes join to the text."""
+    """One token as logprob entries show it; special tokens have no `raw`, so bytes join to the text."""
 
     text: str
     raw: bytes
@@ -49,7 +49,10 @@ class Vocabulary:
 
     def entries(self, logprobs: Iterable[TokenLogprobs]) -> list[LogprobEntry]:
         """Logprob entries with text and bytes."""
-        return [LogprobEntry(self._show(e.token, e.logprob), [self._show(*pair) for pair in e.top]) for e in logprobs]
+        return [
+            LogprobEntry(self._show(e.token, e.logprob), [self._show(*pair) for pair in e.top])
+            for e in logprobs
+        ]
 
     def _show(self, token: int, logprob: float) -> TokenText:
         spelling = self._spellings[token] if 0 <= token < len(self._spellings) else b""
@@ -64,7 +67,16 @@ class Detokenizer:
         n_tokens: tokens taken, up to and including the one that completed the stop string.
     """
 
-    __slots__ = ("_matcher", "_min_tokens", "_texts", "_utf8", "_utf8_waiting", "_vocabulary", "n_tokens", "stopped")
+    __slots__ = (
+        "_matcher",
+        "_min_tokens",
+        "_texts",
+        "_utf8",
+        "_utf8_waiting",
+        "_vocabulary",
+        "n_tokens",
+        "stopped",
+    )
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         """No stop string is looked for in the text of the first `min_tokens` tokens."""
@@ -94,7 +106,7 @@ class Detokenizer:
         return "".join(parts)
 
     def flush(self) -> str:
-        """The held tail, once the request ended without a stop string; an incomplete character is U+FFFD."""
+        """The held tail, once the request ended otherwise than by a stop; half a character is U+FFFD."""
         if self.stopped:
             return ""
         tail = self._match(self._utf8.decode(b"", True))

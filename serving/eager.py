@@ -6,8 +6,8 @@ the client reads slowly), a task takes over the suspended coroutine, and bytes w
 until it is done.
 
 The price: during the eager part `asyncio.current_task()` is not a task of this request. A `send` that sets
-timers on its task (asyncio.timeout, anyio scopes) before it suspends does not work here; those of uvicorn and
-Ray Serve do not.
+timers on its task (asyncio.timeout, anyio scopes) before it suspends would not work; those of uvicorn and
+Ray Serve set none.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ class EagerSender:
         "wrote",
     )
 
-    def __init__(self, send: Send, on_overflow: Callable[[], None], *, limit_bytes: int = BUFFER_LIMIT_BYTES) -> None:
-        """`on_overflow` is called once, from `write`, when more than `limit_bytes` wait for a slow client."""
+    def __init__(
+        self, send: Send, on_overflow: Callable[[], None], *, limit_bytes: int = BUFFER_LIMIT_BYTES
+    ) -> None:
+        """`on_overflow` is called once, by `write`, when more than `limit_bytes` wait for a slow client."""
         self._send = send
         self._on_overflow = on_overflow
         self._limit = limit_bytes
@@ -140,7 +142,9 @@ class EagerSender:
         bodies = [m for m in waiting if m["type"] == "http.response.body"]
         if bodies:
             data = b"".join([m["body"] for m in bodies])
-            joined.append({"type": "http.response.body", "body": data, "more_body": bodies[-1]["more_body"]})
+            joined.append(
+                {"type": "http.response.body", "body": data, "more_body": bodies[-1]["more_body"]}
+            )
         return joined
 
     def _close(self) -> None:
@@ -151,7 +155,7 @@ class EagerSender:
 class _Rest:
     """The rest of a started awaitable, for a task to await.
 
-    `waits_for` is what it yielded when it first suspended; the task must see it as if it had yielded it itself.
+    `waits_for` is what it yielded when it first suspended; the task must see that yield as its own.
     """
 
     __slots__ = ("_sending", "_waits_for")
@@ -168,4 +172,3 @@ class _Rest:
             self._waits_for = self._sending.throw(error)
             yield self._waits_for
         yield from self._sending
-

@@ -31,8 +31,29 @@ log = logging.getLogger("kvrelay.frontend")
 SWEEP_S = 0.25
 
 
+class VariantGenerator:
+    """Sends each request to a variant of its model; implements `serving.generation.Generator`."""
+
+    def __init__(self, variants: dict[tuple[str, str], VariantLinks], seed: int) -> None:
+        self._variants = variants
+        self._random = random.Random(seed)
+        self.weights: dict[str, dict[str, float]] = {}  # live traffic weights, by model
+
+    def start(self, request: GenerationRequest, sink: Sink) -> Ticket:
+        variants = [variant for model, variant in self._variants if model == request.model]
+        if not variants:
+            raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
+        variant = variants[0] if len(variants) == 1 else self._pick(request.model, variants)
+        return self._variants[request.model, variant].coordinator.start(request, sink)
+
+    def _pick(self, model: str, variants: list[str]) -> str:
+        """Without weights the first variant of the config takes everything."""
+        weights = [self.weights.get(model, {}).get(variant, 0.0) for variant in variants]
+        return self._random.choices(variants, weights)[0] if any(weights) else variants[0]
+
+
 class FrontendHost:
-    """`start` and `stop` are a pair. Implements `serving.generation.Generator` over all models."""
+    """`start` and `stop` are a pair."""
 
     def __init__(
         self,
@@ -45,8 +66,6 @@ class FrontendHost:
     ) -> None:
         self.registry = Registry({"frontend": me.ident})
         self._metrics = FrontendMetrics(self.registry)
-        self._settings = LiveSettings()
-        self._random = random.Random(me.epoch)
         self.variants: dict[tuple[str, str], VariantLinks] = {}
         for model in config.models:
             for variant in model.variants:
@@ -81,9 +100,10 @@ class FrontendHost:
             register=Register(me.kind, me.ident, {}),
             on_settings=self._on_settings,
         )
+        self._generator = VariantGenerator(self.variants, seed=me.epoch)
         self.api = Api(
-            models=served,
-            generator=self,
+            served,
+            self._generator,
             health=self.health,
             metrics=self.scrape,
             body_limit_bytes=config.frontend.body_limit_bytes,
@@ -105,25 +125,8 @@ class FrontendHost:
     def update_pool(self, model: str, variant: str, role: str, members: Members) -> None:
         self.variants[model, variant].update(role, members)
 
-    # ------------------------------------------------------------ Generator
-
-    def start_request(self, request: GenerationRequest, sink: Sink) -> Ticket:
-        variants = [v for m, v in self.variants if m == request.model]
-        if not variants:
-            raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
-        return self.variants[request.model, self._variant(request.model, variants)].coordinator.start(
-            request, sink
-        )
-
-    def _variant(self, model: str, variants: list[str]) -> str:
-        """By live traffic weights; without any, the first variant of the config takes everything."""
-        weights = self._settings.weights.get(model)
-        if len(variants) == 1 or not weights or not any(weights.get(v, 0) for v in variants):
-            return variants[0]
-        return self._random.choices(variants, [weights.get(v, 0.0) for v in variants])[0]
-
     def _on_settings(self, settings: LiveSettings) -> None:
-        self._settings = settings
+        self._generator.weights = settings.weights
         logging.getLogger("kvrelay").setLevel(settings.log_level)
 
     # ------------------------------------------------------------ health and metrics

@@ -1,9 +1,9 @@
 """What clients may send to /v1/chat/completions and /v1/completions: typed bodies, and every rule on them.
 
-`parse_chat` and `parse_completion` turn bytes into a checked body; `sampling_params` adds what needs the model
-(vocabulary, context, capabilities). Every fault of the client ends here as an error that names its `param`; messages
-are short and never repeat the input. Unknown fields are ignored, because SDKs send fields of their own;
-fields that would change the answer and that we do not do are refused.
+`parse_chat` and `parse_completion` turn bytes into a checked body; `sampling_params` adds what needs the
+model (vocabulary, context, capabilities). Every fault of the client ends here as an error that names its
+`param`; messages are short and never repeat the input. Unknown fields are ignored, because SDKs send fields
+of their own; fields that would change the answer and that we do not do are refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class SamplingBody(Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None
+    ) = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
@@ -213,7 +215,7 @@ def parse_completion(data: bytes) -> CompletionBody:
         kinds = {type(entry) for entry in body.prompt}
         if len(kinds) > 1:
             raise InvalidRequest(
-                "prompt must be one string, a list of strings, a list of token ids, or a list of such lists",
+                "prompt must be a string, a list of strings, a list of token ids, or a list of such lists",
                 param="prompt",
             )
     prompts = body.prompts
@@ -230,9 +232,9 @@ def chat_messages(body: ChatBody) -> list[ChatMessage]:
 
 
 def sampling_params(body: ChatBody | CompletionBody, model: ServedModel, n_prompt: int) -> SamplingParams:
-    """How to answer a prompt of `n_prompt` tokens; raises ContextLengthExceeded, InvalidRequest, UnsupportedFeature.
+    """How to answer a prompt of `n_prompt` tokens.
 
-    With `max_tokens` 0 (echo only) there is nothing to sample: not to be called.
+    Raises ContextLengthExceeded, InvalidRequest, UnsupportedFeature. Not for `max_tokens` 0 (echo only).
     """
     _check_vocabulary(body, model)
     _check_capabilities(body, model)
@@ -329,7 +331,9 @@ def _check_message(message: MessageBody, at: str) -> None:
     if isinstance(content, list):
         for part in content:
             if part.type != "text":
-                raise UnsupportedFeature(f"{at}.content: only parts of type text are supported", param=f"{at}.content")
+                raise UnsupportedFeature(
+                    f"{at}.content: only parts of type text are supported", param=f"{at}.content"
+                )
             if part.text is None:
                 raise InvalidRequest(f"{at}.content: a part has no text", param=f"{at}.content")
 
@@ -357,7 +361,9 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
         arguments = json.loads(function["arguments"])
     except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    return (
+        {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+    )
 
 
 def _refuse_unsupported(body: SamplingBody, neutral: dict[str, tuple[Any, ...]]) -> None:
@@ -367,7 +373,9 @@ def _refuse_unsupported(body: SamplingBody, neutral: dict[str, tuple[Any, ...]])
         value = getattr(body, field)
         if value is None or value in harmless:
             continue
-        if field == "response_format" and not (isinstance(value, dict) and isinstance(value.get("type"), str)):
+        if field == "response_format" and not (
+            isinstance(value, dict) and isinstance(value.get("type"), str)
+        ):
             raise InvalidRequest("response_format must be an object with a type", param=field)
         raise UnsupportedFeature(f"{field} is not supported", param=field)
 

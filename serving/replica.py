@@ -18,7 +18,6 @@ from serving.config import LinkConfig
 from serving.link import Identity
 from serving.registry import Members
 
-
 # On every deployment that others must find.
 FOUND_BY_MEMBERS = RequestRouterConfig(
     request_router_class="serving.membership_router:MembershipRouter", request_routing_stats_period_s=3600

@@ -1,8 +1,8 @@
 """Tokens to HTTP: the sinks behind a request, streamed or collected.
 
-A response has one choice a prompt. Each choice is the Sink of one generation: it turns tokens into text, ends on
-a stop string (then it cancels the generation upstream) and counts what `usage` shows. The two kinds of response differ
-only in what they do with the text. All of it runs inside the caller's callback, on one event loop.
+A response has one choice a prompt. Each choice is the Sink of one generation: it turns tokens into text,
+ends on a stop string (then it cancels the generation upstream) and counts what `usage` shows. The two kinds
+of response differ only in what they do with the text. All runs inside the caller's callback, on one loop.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ class Response(ABC):
             choice.ended = True
             if choice.ticket is not None:
                 choice.ticket.cancel()
+
+    def abandon(self) -> None:
+        """Give up without another word: the client is gone, or the response is over. Idempotent."""
+        self.cancel()
 
     def fail(self, error: KVRelayError) -> None:
         """The whole response fails with the first error of any choice; later ones are ignored."""
@@ -213,8 +217,11 @@ class Choice(ABC):
 
 
 class StreamedResponse(Response):
-    """Server-sent events. Nothing goes out before the first token, error or keep-alive, so that an early error is
-    a proper HTTP status; then head and first event leave together."""
+    """Server-sent events.
+
+    Nothing goes out before the first token or keep-alive, so that an earlier error is a proper HTTP status;
+    then the head and the first event leave together.
+    """
 
     def __init__(
         self,
@@ -245,7 +252,7 @@ class StreamedResponse(Response):
         self._sender.write(data)
 
     def abandon(self) -> None:
-        """The client is gone."""
+        super().abandon()
         self._timer.cancel()
         self._sender.abandon()
 

@@ -14,7 +14,15 @@ from serving.engine.base import Capabilities
 from serving.errors import StartError
 from serving.tokenizer import Tokenizer
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +35,7 @@ class ServedModel:
     context_tokens: int  # prompt + generated tokens
     eos_ids: frozenset[int] = frozenset()
     chat: ChatTemplate | None = None  # None: no chat endpoint for this model
-    capabilities: Capabilities = Capabilities()
+    capabilities: Capabilities = field(default_factory=Capabilities)
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
 
 
@@ -46,7 +54,9 @@ def load_served_model(
     model_limit = _read_json(directory / "config.json").get("max_position_embeddings")
     limits = [limit for limit in (context_tokens, model_limit) if limit is not None]
     if not limits:
-        raise StartError(f"{directory / 'config.json'} has no max_position_embeddings and no limit was given")
+        raise StartError(
+            f"{directory / 'config.json'} has no max_position_embeddings and no limit was given"
+        )
     return ServedModel(
         name=name,
         tokenizer=tokenizer,

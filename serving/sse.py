@@ -2,9 +2,9 @@
 
 A stream's chunks differ only in their text, so everything around it is prebuilt once a request: a chunk is
 `head + JSON string + tail`. Rules that clients rely on and that are kept here, for both endpoints: every
-chunk has `choices`, every choice has `finish_reason` (null until the end) and `logprobs`; the finish stands alone in
-a chunk with an empty delta, once per choice; the first chat chunk carries the role; usage comes last, before
-`[DONE]`; an error is an event in the HTTP error's shape.
+chunk has `choices`, every choice has `logprobs` and `finish_reason` (null until the end); the finish stands
+alone in a chunk with an empty delta, once per choice; the first chat chunk carries the role; usage comes
+last, before `[DONE]`; an error is an event in the HTTP error's shape.
 """
 
 from __future__ import annotations
@@ -96,13 +96,15 @@ class ChunkWriter:
         return self._event(self._text_delta(text), logprobs, None)
 
     def finish(self, reason: FinishReason) -> bytes:
-        empty = {"delta": {}} if self._envelope.endpoint is Endpoint.CHAT else {"text": ""}
+        empty: dict[str, Any] = {"delta": {}} if self._envelope.endpoint is Endpoint.CHAT else {"text": ""}
         return self._event(empty, None, reason)
 
     def _text_delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self._envelope.endpoint is Endpoint.CHAT else {"text": text}
 
-    def _event(self, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: FinishReason | None) -> bytes:
+    def _event(
+        self, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: FinishReason | None
+    ) -> bytes:
         choice = {"index": self._index, **delta, "logprobs": logprobs, "finish_reason": reason}
         chunk = {**self._envelope.to_json(chunk=True), "choices": [choice]}
         if self._with_usage:

@@ -31,8 +31,8 @@ class Tokenizer:
         vocab_size: every id is below it (ids without a token have empty bytes).
         special_ids: ids of special tokens; they are not rendered.
         token_bytes: raw bytes by id; a special token's entry is its own spelling.
-        longest_token: most characters of text that one token can stand for, None when there is no such limit
-            (an unknown-word token stands for any word).
+        longest_token: most characters of text that one token can stand for; None when there is no such
+            limit (an unknown-word token stands for any word).
     """
 
     def __init__(self, source: tokenizers.Tokenizer) -> None:

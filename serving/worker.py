@@ -11,8 +11,9 @@ from ray.serve.handle import DeploymentHandle
 from serving.config import AppConfig, Deadlines, PoolConfig, Variant, load_config
 from serving.control_client import ControlClient
 from serving.engine.base import Engine
-from serving.engine.factory import build_engine, build_transfer
+from serving.engine.factory import build_engine
 from serving.kv.io import KvIo
+from serving.kv.nixl import NixlTransfer
 from serving.link_key import link_key
 from serving.metrics import Registry
 from serving.registry import Members
@@ -50,7 +51,7 @@ class Worker:
             me=me,
             role=role,
             engine=engine,
-            kv_io=KvIo(build_transfer(spec.engine, f"{me.ident}-{me.epoch:x}")),
+            kv_io=KvIo(NixlTransfer(f"{me.ident}-{me.epoch:x}")),
             key=key,
             deadlines=config.deadlines,
             registry=registry,

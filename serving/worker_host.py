@@ -12,13 +12,15 @@ import asyncio
 import logging
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from decode.role import DecodeRole
 from prefill.role import PrefillRole
 from serving.config import Deadlines
-from serving.engine.base import AttemptId, Engine, Mode, StepOutput, Work
+from serving.engine.base import AttemptId, Engine, EngineDied, Mode, StepOutput, StoredRun, Work
 from serving.kv.io import KvIo
 from serving.kv.peer_link import PeerLinks
+from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
 from serving.metrics import Registry
 from serving.wire import (
@@ -36,6 +38,7 @@ from serving.wire import (
     PeerHello,
     Peers,
     Renew,
+    Snapshot,
     SnapshotRequest,
     Step,
     Stored,
@@ -51,6 +54,14 @@ log = logging.getLogger("kvrelay.worker")
 
 LOAD_PERIOD_S = 0.02  # steps can be shorter than anybody can use a report
 READER_MESSAGES = (PeerHello, Attach, Renew, Confirm, Detach)
+
+
+@dataclass(slots=True)
+class _Chains:
+    """A snapshot of the cache on its way to `link`; it stands between two outputs."""
+
+    link: Link
+    runs: list[StoredRun]
 
 
 @dataclass(slots=True)
@@ -102,7 +113,8 @@ class WorkerHost:
         self._server = LinkServer(me, key, self, beat=self._beat)
         self._frontends: set[Link] = set()
         self._owners: dict[AttemptId, Link] = {}
-        self._outputs: deque[StepOutput] = deque()
+        self._modes: dict[AttemptId, Mode] = {}
+        self._outputs: deque[StepOutput | _Chains] = deque()
         self._flush_due = False
         self._event_seq = 0
         self._load_sent_s = 0.0
@@ -115,7 +127,12 @@ class WorkerHost:
         )
         self.prefill = PrefillRole(engine=engine, kv_io=kv_io, deadlines=deadlines)
         self.decode = DecodeRole(
-            engine=engine, kv_io=kv_io, peers=self.peers, deadlines=deadlines, on_failed=self._on_role_failed
+            engine=engine,
+            kv_io=kv_io,
+            peers=self.peers,
+            deadlines=deadlines,
+            on_failed=self._on_handoff_failed,
+            on_unneeded=self._forget,
         )
         self.metrics = WorkerMetrics(registry, self)
 
@@ -131,13 +148,35 @@ class WorkerHost:
         await self.decode.stop()
         await self.prefill.stop()
         await self.peers.stop()
-        self.engine.stop()
+        await asyncio.to_thread(self.engine.stop)
         await self.kv_io.close()
 
     @property
     def attempts(self) -> int:
         """Attempts that some frontend still waits for."""
         return len(self._owners)
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for tokens, reads our KV or may still write into it."""
+        return bool(self._owners) or not self.prefill.idle or not self.decode.idle
+
+    @property
+    def leases(self) -> int:
+        return self.prefill.counters.leases_held
+
+    @property
+    def transfers(self) -> TransferCounters:
+        return self.kv_io.counters
+
+    @property
+    def handoff_failures(self) -> int:
+        return sum(self.decode.counters.failures.values())
+
+    def check_alive(self) -> None:
+        """Raises EngineDied when this worker can do nothing any more."""
+        if self.engine.died is not None:
+            raise EngineDied(f"the engine died: {self.engine.died!r}")
 
     # ------------------------------------------------------------ links
 
@@ -161,14 +200,14 @@ class WorkerHost:
         if isinstance(message, Submit):
             self._submit(link, message)
         elif isinstance(message, Cancel):
-            if self._owners.get(AttemptId(message.attempt)) is link:
+            if self._owners.get(AttemptId(message.attempt), link) is link:
                 self._cancel(AttemptId(message.attempt))
         elif isinstance(message, READER_MESSAGES):
             self.prefill.on_message(link, message)
         elif isinstance(message, Peers):
             self.peers.warm([p for p in message.peers if p.ident != self.me.ident])
         elif isinstance(message, SnapshotRequest):
-            self._send_snapshot(link)
+            self.engine.request_snapshot(partial(self._on_snapshot, link))
         else:
             link.close(f"{type(message).__name__} is not for a worker")
 
@@ -187,11 +226,16 @@ class WorkerHost:
             link.send(Step(ended=[Ended(submit.attempt, "", f"malformed submit: {error}")]))
             return
         self._owners[attempt] = link
+        self._modes[attempt] = work.mode
         if work.mode is Mode.DECODE:
             self.decode.accept(submit)
         elif work.mode is Mode.PREFILL:
             self.prefill.accept(submit)
-        self.engine.submit(work)
+        try:
+            self.engine.submit(work)
+        except EngineDied as error:
+            self._cancel(attempt)
+            link.send(Step(ended=[Ended(attempt, "", str(error), retryable=True)]))
 
     def _work(self, submit: Submit) -> Work:
         """Raises ValueError for what no honest frontend sends."""
@@ -214,14 +258,22 @@ class WorkerHost:
         )
 
     def _cancel(self, attempt: AttemptId) -> None:
-        self._owners.pop(attempt, None)
-        if not self.decode.cancel(attempt):  # it knows whether a read into the blocks is in flight
+        """In whatever state; a prefill that was handed over is no frontend's any more, but its lease may be."""
+        if self._modes.get(attempt, Mode.PREFILL) is Mode.PREFILL:
             self.prefill.cancel(attempt)
             self.engine.cancel(attempt)
+        elif not self.decode.cancel(attempt):  # a hand-off under way knows whether a read is in flight
+            self.engine.cancel(attempt)
+        self._forget(attempt)
 
-    def _on_role_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
-        """The hand-off of `attempt` failed; the role freed its blocks."""
-        link = self._owners.pop(attempt, None)
+    def _forget(self, attempt: AttemptId) -> None:
+        self._modes.pop(attempt, None)
+        self._owners.pop(attempt, None)
+
+    def _on_handoff_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
+        """The role freed its blocks."""
+        link = self._owners.get(attempt)
+        self._forget(attempt)
         if link is not None:
             link.send(Step(ended=[Ended(attempt, "", message, retryable)]))
 
@@ -248,12 +300,22 @@ class WorkerHost:
         removed: list[int] = []
         while outputs:
             output = outputs.popleft()
+            if isinstance(output, _Chains):
+                # What was told before it leaves first, so that later events continue the snapshot.
+                self._send(outboxes, stored, removed)
+                outboxes = {link: _Outbox() for link in self._frontends}
+                stored, removed = [], []
+                chains = [Stored(run.parent, pack_u64(list(run.hashes))) for run in output.runs]
+                output.link.send(Snapshot(self._event_seq, chains))
+                continue
             self._sort(output, outboxes)
             stored.extend(Stored(run.parent, pack_u64(list(run.hashes))) for run in output.stored)
             removed.extend(output.removed)
             self.metrics.on_step(output)
             self._last = Beat(output.load.step, output.load.runnable)
-            self.metrics.load = output.load
+        self._send(outboxes, stored, removed)
+
+    def _send(self, outboxes: dict[Link, _Outbox], stored: list[Stored], removed: list[int]) -> None:
         events = None
         if stored or removed:
             self._event_seq += 1
@@ -266,10 +328,6 @@ class WorkerHost:
 
     def _sort(self, output: StepOutput, outboxes: dict[Link, _Outbox]) -> None:
         owners = self._owners
-        for reserved in output.reserved:
-            self.decode.on_reserved(reserved)
-        for chunk in output.chunks:
-            self.prefill.on_chunk(chunk)
         if len(outboxes) == 1 and not output.logprobs:
             outbox = next(iter(outboxes.values()))
             outbox.attempts += output.attempts
@@ -278,7 +336,7 @@ class WorkerHost:
         elif output.tokens:
             for row, attempt in enumerate(output.attempts):
                 link = owners.get(attempt)
-                if link is None:
+                if link is None or link not in outboxes:
                     continue
                 outbox = outboxes[link]
                 drawn = output.logprobs.get(row)
@@ -289,18 +347,25 @@ class WorkerHost:
                 outbox.tokens.append(output.tokens[row])
         for started in output.started:
             link = owners.get(started.attempt)
-            if link is not None:
+            if link in outboxes:
                 outboxes[link].begun.append(Begun(started.attempt, started.n_cached))
         for finished in output.finished:
             self._ended(outboxes, finished.attempt, Ended(finished.attempt, finished.reason.value))
         for failed in output.failed:
+            self._ended(outboxes, failed.attempt, Ended(failed.attempt, "", failed.message))
             self.prefill.on_failed(failed.attempt, failed.message)
             self.decode.on_engine_failed(failed.attempt)
-            self._ended(outboxes, failed.attempt, Ended(failed.attempt, "", failed.message))
+        for chunk in output.chunks:
+            self.prefill.on_chunk(chunk)
+            if chunk.last:  # its token is on its way: from now on it is its reader's
+                self._forget(chunk.attempt)
+        for reserved in output.reserved:
+            self.decode.on_reserved(reserved)
 
     def _ended(self, outboxes: dict[Link, _Outbox], attempt: AttemptId, ended: Ended) -> None:
-        link = self._owners.pop(attempt, None)
-        if link is not None:
+        link = self._owners.get(attempt)
+        self._forget(attempt)
+        if link in outboxes:
             outboxes[link].ended.append(ended)
 
     def _load_report(self) -> LoadReport | None:
@@ -321,6 +386,7 @@ class WorkerHost:
             role=self.role,
         )
 
-    def _send_snapshot(self, link: Link) -> None:
-        """The cache as of the last flushed step: events after `seq` continue it."""
-        raise NotImplementedError
+    def _on_snapshot(self, link: Link, runs: list[StoredRun]) -> None:
+        """On the engine's thread."""
+        self._outputs.append(_Chains(link, runs))
+        self._loop.call_soon_threadsafe(self._flush)

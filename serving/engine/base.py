@@ -244,6 +244,7 @@ class Engine(Protocol):
     block_tokens: int
     context_tokens: int
     counters: Counters
+    died: BaseException | None  # why the thread ended, if it did by itself
 
     def start(self, on_step: Callable[[StepOutput], None]) -> None:
         """Start the engine's thread; it calls `on_step` after every step that produced something.
@@ -267,6 +268,9 @@ class Engine(Protocol):
 
     def release(self, attempt: AttemptId) -> None:
         """PREFILL: nobody needs the blocks of `attempt` any more (read, expired or refused); idempotent."""
+
+    def request_snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
+        """Call `callback` on the engine's thread with all cached content, exactly between two outputs."""
 
     def stop(self) -> None:
         """End the thread; waits for the running step. The memory stays allocated."""

@@ -36,9 +36,9 @@ log = logging.getLogger(__name__)
 class EngineCore:
     """`serving.engine.base.Engine` on top of a `Runner`.
 
-    A runner that raises fails every live attempt and the thread goes on (`step_failures` counts, `last_error`
-    tells); an error of the scheduler or of `on_step` ends the thread: `died` is set, live attempts are
-    told once more if that is possible, and `submit` raises EngineDied.
+    A runner that raises fails every live attempt and the thread goes on (`step_failures` counts,
+    `last_error` tells). An error of the scheduler or of `on_step` ends the thread: `died` is set, live
+    attempts are told if that is still possible, and `submit` raises EngineDied.
     """
 
     def __init__(

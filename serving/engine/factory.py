@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from serving.config import Variant
 from serving.engine.base import Engine
 from serving.errors import StartError
 from serving.manifest import model_digest, read_model_card, resolve_weights
 from serving.sim_profile import load_profile
+
+# What a simulated model says: one space and one word a token, so that text can be counted back into tokens.
+_PLAIN_WORD = re.compile(rb" [A-Za-z]+")
 
 
 def build_engine(variant: Variant) -> Engine:
@@ -29,7 +34,7 @@ def build_engine(variant: Variant) -> Engine:
         return build_sim_engine(
             config,
             load_profile(config.profile),
-            tokenizer.plain_ids(),
+            [i for i, raw in enumerate(tokenizer.token_bytes) if _PLAIN_WORD.fullmatch(raw)],
             card.eos_token_ids,
             model_digest(directory),
         )

@@ -14,15 +14,11 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import cast
 
-from kvrouter.hashing import block_hashes, next_hash, token_bytes
 from serving.engine.base import (
     TOKEN_TYPECODE,
     AttemptId,
-    BlockHash,
     ChunkReady,
     Counters,
     Failed,
@@ -35,38 +31,10 @@ from serving.engine.base import (
     StepOutput,
     Work,
 )
+from serving.engine.live_sequence import BlockTables, LiveSequence, Stage
 from serving.engine.sequence import Drawn, PrefillSlice, Sequence, StepPlan
 from serving.engine.stopping import finish_reason
 from serving.kv.block_pool import BlockPool
-
-_TOKEN_SIZE = 4  # bytes of a token in `token_bytes`
-
-
-class Stage(Enum):
-    """Where a sequence is. Leased blocks have no sequence: they are the pool's, by attempt."""
-
-    WAITING = "waiting"  # holds nothing: new, or preempted
-    RESERVED = "reserved"  # DECODE: holds its blocks, their KV is on its way
-    READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
-    PREFILL = "prefill"
-    DECODE = "decode"
-    GONE = "gone"
-
-
-@dataclass(slots=True, eq=False)
-class LiveSequence(Sequence):
-    """A sequence with what only the scheduler needs to know of it."""
-
-    attempt: AttemptId = AttemptId(0)  # of `work`, here for the hot loop
-    n_prompt: int = 0  # the same
-    stage: Stage = Stage.WAITING
-    known: list[BlockHash] = field(default_factory=list)  # of full prompt blocks, computed or not
-    found: int = 0  # leading blocks that were cached at the last start
-    announced: int = 0  # PREFILL: leading blocks told in a ChunkReady
-    wants: int = 0  # available blocks at which the next try to start can succeed
-    begun: bool = False  # Started was told
-    remote: bool = False  # its prompt's KV comes from a peer (DECODE, until preempted)
-    wanted: bool = True  # PREFILL: False after `release`, a lease would have no reader
 
 
 class Scheduler:
@@ -85,6 +53,7 @@ class Scheduler:
     ) -> None:
         self.pool = pool
         self.counters = counters
+        self._tables = BlockTables(pool, block_tokens)
         self._block_tokens = block_tokens
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
@@ -106,16 +75,15 @@ class Scheduler:
         if work.attempt in self._live:
             return
         tokens = array(TOKEN_TYPECODE, work.tokens)
-        seq = LiveSequence(work, tokens, attempt=work.attempt, n_prompt=work.n_prompt)
+        seq = LiveSequence(work, tokens)
         if seq.n_generated >= work.params.max_tokens:
             self._out.finished.append(Finished(seq.attempt, FinishReason.LENGTH))
         elif len(tokens) >= self._context_tokens:
             text = f"{len(tokens)} tokens leave no room in a context of {self._context_tokens}"
             self._out.failed.append(Failed(seq.attempt, text))
-        elif self._needed(seq) > self.pool.total:
-            self._out.failed.append(Failed(seq.attempt, self._too_large(seq)))
+        elif (why := self._tables.too_large(seq)) is not None:
+            self._out.failed.append(Failed(seq.attempt, why))
         else:
-            seq.remote = work.mode is Mode.DECODE
             self._live[seq.attempt] = seq
             self._waiting.append(seq)
             self._todo += 0 if seq.remote else len(tokens)
@@ -156,7 +124,7 @@ class Scheduler:
         if seq is None or seq.stage is not Stage.RESERVED:
             return
         seq.computed = len(seq.tokens)
-        self._commit(seq)
+        self._tables.commit(seq)
         seq.tokens.append(token)
         reason = self._reason(seq, token)
         if reason is None:
@@ -220,7 +188,12 @@ class Scheduler:
         return plan
 
     def apply(self, plan: StepPlan, drawn: Drawn) -> None:
-        """`plan` was computed: advance its sequences by it and by the tokens it drew."""
+        """`plan` was computed: advance its sequences by it and by the tokens it drew.
+
+        Raises ValueError when `drawn` is not one token per entry of `plan.drawing`.
+        """
+        if len(drawn.tokens) != len(plan.drawing):
+            raise ValueError(f"{len(drawn.tokens)} tokens drawn for {len(plan.drawing)} sequences")
         out, tokens, eos = self._out, drawn.tokens, self._eos
         block_tokens, context = self._block_tokens, self._context_tokens
         attempts, positions, column = out.attempts, out.positions, out.tokens
@@ -234,7 +207,7 @@ class Scheduler:
             positions.append(n_generated - 1)
             column.append(token)
             if computed % block_tokens == 0:
-                self._commit(seq)
+                self._tables.commit(seq)
                 if len(seq.blocks) * block_tokens == computed:
                     self._short.append(seq)
             reason = finish_reason(seq.work.params, eos, n_generated, token)
@@ -265,49 +238,7 @@ class Scheduler:
         self._out = StepOutput(out.load)
         return out
 
-    # ------------------------------------------------------------ blocks
-
-    def _needed(self, seq: LiveSequence) -> int:
-        """Blocks of all tokens and, where it decodes here, of one more."""
-        n_tokens = len(seq.tokens) + (seq.mode is not Mode.PREFILL)
-        return -(-n_tokens // self._block_tokens)
-
-    def _too_large(self, seq: LiveSequence) -> str:
-        return f"needs {self._needed(seq)} KV blocks, the pool has {self.pool.total}"
-
-    def _start(self, seq: LiveSequence) -> bool:
-        """Hold blocks for all of `seq`, cached ones first; False when they do not suffice."""
-        if self.pool.available < seq.wants:
-            return False
-        size, namespace = self._block_tokens, seq.work.namespace
-        data = token_bytes(seq.tokens)
-        rest = data[len(seq.known) * size * _TOKEN_SIZE :]
-        seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
-        # What computes here computes its last token at least: the step has to draw from it.
-        usable = (len(seq.tokens) - (not seq.remote)) // size
-        found = self.pool.find(namespace, seq.known[:usable], data)
-        blocks = self.pool.hold(seq.attempt, namespace, found, self._needed(seq))
-        if blocks is None:
-            seq.wants = self.pool.cost(found, self._needed(seq))
-            return False
-        seq.blocks = blocks
-        seq.found = len(found)
-        seq.hashes = seq.known[: len(found)]
-        seq.computed = len(found) * size
-        self._todo -= 0 if seq.remote else seq.computed
-        return True
-
-    def _commit(self, seq: LiveSequence) -> None:
-        """Make newly full blocks findable."""
-        size, hashes, known = self._block_tokens, seq.hashes, seq.known
-        while (end := (len(hashes) + 1) * size) <= seq.computed:
-            data = token_bytes(seq.tokens[end - size : end])
-            if len(hashes) < len(known):
-                name = known[len(hashes)]
-            else:
-                name = next_hash(hashes[-1] if hashes else seq.work.namespace, data)
-            hashes.append(name)
-            self.pool.commit(seq.attempt, name, data)
+    # ------------------------------------------------------------ stages
 
     def _grow(self) -> None:
         """A block for each decode that needs one, if need be from the newest decodes."""
@@ -318,19 +249,15 @@ class Scheduler:
 
     def _preempt(self, seq: LiveSequence) -> None:
         self._leave(seq)
-        self.pool.free(seq.attempt)
+        self._tables.empty(seq)
         self.counters.preemptions += 1
-        seq.blocks, seq.hashes, seq.computed, seq.wants = [], [], 0, 0
-        seq.remote = False
-        if self._needed(seq) > self.pool.total:
+        if (why := self._tables.too_large(seq)) is not None:
             del self._live[seq.attempt]
-            self._out.failed.append(Failed(seq.attempt, self._too_large(seq)))
+            self._out.failed.append(Failed(seq.attempt, why))
             return
         seq.stage = Stage.WAITING
         self._waiting.appendleft(seq)
         self._todo += len(seq.tokens)
-
-    # ------------------------------------------------------------ stages
 
     def _admit(self) -> None:
         room = self._max_batch - len(self._decodes) - len(self._prefills)
@@ -342,7 +269,7 @@ class Scheduler:
             room -= 1
         while self._waiting:
             seq = self._waiting[0]
-            if (room <= 0 and not seq.remote) or not self._start(seq):
+            if (room <= 0 and not seq.remote) or not self._tables.start(seq):
                 break
             self._waiting.popleft()
             if seq.remote:
@@ -351,6 +278,7 @@ class Scheduler:
                 self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], seq.found))
             else:
                 seq.stage = Stage.PREFILL
+                self._todo -= seq.computed
                 self._prefills.append(seq)
                 self._tell_started(seq)
                 room -= 1
@@ -368,7 +296,7 @@ class Scheduler:
             seq.computed += piece.count
             self._todo -= piece.count
             self.counters.prompt_tokens_computed += piece.count
-            self._commit(seq)
+            self._tables.commit(seq)
             if draws:
                 self._prefilled(seq, next(tokens))
             elif seq.mode is Mode.PREFILL and len(seq.hashes) > seq.announced:

@@ -159,7 +159,7 @@ class SimRunner:
             x = (stream[0] + len(seq.tokens) * _STEP) & _MASK  # _mix, inlined: once a token
             token = ids[(((x ^ (x >> 32)) * _SPREAD & _MASK) >> 33) % n_ids]
             if stream[1]:
-                token = self._draw_allowed(seq, stream[0], token)
+                token = self._allowed(seq, token)
                 if seq.params.logprobs is not None:
                     logprobs[len(tokens)] = self._logprobs(seq, stream[0], token)
             tokens.append(token)
@@ -176,7 +176,7 @@ class SimRunner:
         self._streams[seq.work.attempt] = base, careful
         return base, careful
 
-    def _draw_allowed(self, seq: Sequence, base: int, token: int) -> int:
+    def _allowed(self, seq: Sequence, token: int) -> int:
         """`token`, or the next of the list after it that is not banned."""
         banned = banned_token_ids(seq.params, self.eos_token_ids, seq.n_generated)
         if token not in banned:

@@ -38,12 +38,7 @@ class CachedBlock:
 def _same(one: CachedBlock | None, other: CachedBlock | None) -> bool:
     """Equal content along the whole chain. Identity decides nearly always in the first round."""
     while one is not other:
-        if (
-            one is None
-            or other is None
-            or one.tokens != other.tokens
-            or one.namespace != other.namespace
-        ):
+        if one is None or other is None or one.tokens != other.tokens or one.namespace != other.namespace:
             return False
         one, other = one.parent, other.parent
     return True
@@ -211,7 +206,8 @@ class BlockPool:
 
     def lease(self, attempt: AttemptId) -> None:
         """The attempt ends, its blocks stay pinned until `release`. Raises KeyError without a table."""
-        self._leased[attempt] = self._move(attempt, self._leases)
+        blocks = self._move(attempt, self._leases)
+        self._leased.setdefault(attempt, []).extend(blocks)
 
     def release(self, attempt: AttemptId) -> None:
         """Idempotent."""

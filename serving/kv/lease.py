@@ -7,11 +7,27 @@ confirmation the same yes.
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 
 from serving.engine.base import AttemptId
+
+_NOTE = struct.Struct("<QQ")
+
+
+def pack_note(attempt: AttemptId, generation: int) -> bytes:
+    """What a reader's agent sends along with a read under that lease: a sign of life."""
+    return _NOTE.pack(attempt, generation)
+
+
+def unpack_note(note: bytes) -> tuple[AttemptId, int] | None:
+    """None for what is no such note."""
+    if len(note) != _NOTE.size:
+        return None
+    attempt, generation = _NOTE.unpack(note)
+    return AttemptId(attempt), generation
 
 
 class LeaseEnd(str, Enum):

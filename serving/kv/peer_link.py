@@ -9,14 +9,18 @@ takes its NIXL peer along; a new epoch at an address replaces what was there.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from serving.errors import LayoutMismatch, PeerGone, TransferTimeout
+from serving.errors import KVRelayError, LayoutMismatch, PeerGone, TransferTimeout
 from serving.kv.io import KvIo
 from serving.kv.transfer import PeerInfo
-from serving.wire import AnyMessage, Hello, Message, PeerHello, PeerWelcome
+from serving.link import Identity
+from serving.wire import AnyMessage, Hello, Message, PeerAddress, PeerHello, PeerWelcome
+
+log = logging.getLogger(__name__)
 
 CONNECT_S = 10.0  # for everything from the dial to a warm agent
 
@@ -44,7 +48,7 @@ class PeerLinkHandler(Protocol):
     def on_lost(self, link: PeerLink, reason: str) -> None: ...
 
 
-Dial = Callable[[str, PeerLinkHandler, float], Awaitable[PeerLink]]  # address, handler, timeout_s
+Dial = Callable[[str, PeerLinkHandler], Awaitable[PeerLink]]  # address, handler; times out by itself
 
 
 @dataclass(slots=True, eq=False)
@@ -71,15 +75,17 @@ class Reader(Protocol):
 class PeerLinks:
     """Give `dial` bound to this worker's identity and key. Belongs to one event loop."""
 
-    def __init__(self, dial: Dial, io: KvIo, layout: str) -> None:
+    def __init__(self, *, me: Identity, dial: Dial, kv_io: KvIo, layout: str) -> None:
+        self._me = me
         self._dial = dial
-        self._io = io
+        self._kv_io = kv_io
         self._layout = layout
         self._reader: Reader | None = None
         self._opening: dict[tuple[str, int], asyncio.Task[Peer]] = {}
         self._peers: dict[tuple[str, int], Peer] = {}
         self._by_link: dict[PeerLink, Peer] = {}
         self._welcomes: dict[PeerLink, asyncio.Future[PeerWelcome]] = {}
+        self._warming: set[asyncio.Task[None]] = set()
 
     def deliver_to(self, reader: Reader) -> None:
         self._reader = reader
@@ -107,13 +113,21 @@ class PeerLinks:
         except TimeoutError:
             raise TransferTimeout(f"{address}: not connected in {deadline_s:.1f} s") from None
 
+    def warm(self, peers: list[PeerAddress]) -> None:
+        """Connect to owners ahead of the first hand-off; failures show when one is needed."""
+        for peer in peers:
+            if peer.layout == self._layout and peer.epoch != self._me.epoch:
+                task = asyncio.get_running_loop().create_task(self._warm(peer))
+                self._warming.add(task)
+                task.add_done_callback(self._warming.discard)
+
     def drop(self, peer: Peer, reason: str) -> None:
         """Its agent failed: close the link; the next `ensure` starts afresh."""
         peer.link.close(reason)
         self._forget(peer, reason)
 
-    async def close(self) -> None:
-        tasks = list(self._opening.values())
+    async def stop(self) -> None:
+        tasks = [*self._warming, *self._opening.values()]
         for task in tasks:
             task.cancel()
         for peer in list(self._peers.values()):
@@ -148,7 +162,7 @@ class PeerLinks:
     async def _connect(self, address: str, epoch: int) -> Peer:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + CONNECT_S
-        link = await self._dial(address, self, CONNECT_S)
+        link = await self._dial(address, self)
         try:
             async with asyncio.timeout_at(until_s):
                 welcome = await self._welcome(link, address, epoch)
@@ -162,12 +176,12 @@ class PeerLinks:
                 kind=welcome.kind,
             )
             try:
-                await self._io.add_peer(info, until_s - loop.time())
+                await self._kv_io.add_peer(info, until_s - loop.time())
             except BaseException:
-                self._io.remove_peer(info.agent)
+                self._kv_io.remove_peer(info.agent)
                 raise
             if link.closed:
-                self._io.remove_peer(info.agent)
+                self._kv_io.remove_peer(info.agent)
                 raise PeerGone(f"{address}: link lost while connecting")
         except TimeoutError:
             link.close("no welcome in time")
@@ -189,17 +203,23 @@ class PeerLinks:
         welcome: asyncio.Future[PeerWelcome] = asyncio.get_running_loop().create_future()
         self._welcomes[link] = welcome
         try:
-            link.send(PeerHello(self._io.metadata, self._layout))
+            link.send(PeerHello(self._kv_io.metadata, self._layout))
             answer = await welcome
         finally:
             del self._welcomes[link]
-        ours = self._io.memory
+        ours = self._kv_io.memory
         if answer.layout != self._layout or ours is None or answer.block_bytes != ours.block_bytes:
             raise LayoutMismatch(
                 f"{address}: its KV layout is {answer.layout}, ours {self._layout}: "
                 "both pools of a variant must run the same model, dtype and block size"
             )
         return answer
+
+    async def _warm(self, peer: PeerAddress) -> None:
+        try:
+            await self.ensure(peer.address, peer.epoch, CONNECT_S)
+        except KVRelayError as error:
+            log.info("not connected ahead of need to %s: %s", peer.address, error)
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer]) -> None:
         del self._opening[key]
@@ -210,6 +230,6 @@ class PeerLinks:
         if self._by_link.pop(peer.link, None) is None:
             return
         del self._peers[peer.address, peer.epoch]
-        self._io.remove_peer(peer.agent)
+        self._kv_io.remove_peer(peer.agent)
         if self._reader is not None:
             self._reader.on_owner_lost(peer, reason)

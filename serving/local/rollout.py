@@ -1,4 +1,4 @@
-"""Deploy a configuration on a running Ray, and wait until it answers over HTTP; every wait has a deadline."""
+"""Deploy a configuration on a running Ray, and wait until it answers; every wait has a deadline."""
 
 from __future__ import annotations
 
