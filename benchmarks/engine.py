@@ -25,6 +25,7 @@ import time
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -192,17 +193,12 @@ def measure(
             report(f"round {number} of {rounds}, decode at batch {batch}", done / total)
             texts = prompts.next(batch, PROMPT_TOKENS)
             _in_turn(
-                number,
-                measured,
-                lambda t=texts: ours.decode_tok_s(t),
-                lambda t=texts: theirs.decode_tok_s(t),
+                number, measured, partial(ours.decode_tok_s, texts), partial(theirs.decode_tok_s, texts)
             )
             done += 1
         report(f"round {number} of {rounds}, prefill", done / total)
         text = prompts.next(1, PREFILL_TOKENS)[0]
-        _in_turn(
-            number, prefill, lambda t=text: ours.prefill_tok_s(t), lambda t=text: theirs.prefill_tok_s(t)
-        )
+        _in_turn(number, prefill, partial(ours.prefill_tok_s, text), partial(theirs.prefill_tok_s, text))
         done += 1
     engine.stop()
     median = statistics.median

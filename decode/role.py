@@ -166,13 +166,12 @@ class DecodeRole:
     # -- one hand-off
 
     async def _take_over(self, job: _Job) -> None:
-        loop, deadlines = asyncio.get_running_loop(), self._deadlines
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(job.until_s):
-                peer = await self._peers.ensure(
-                    job.handoff.address, job.handoff.epoch, deadlines.transfer_ms / 1e3
-                )
+                await self._connected(job)
                 reserved = await self._reserved(job)
+                peer = await self._connected(job)  # it may have been lost while we waited
                 job.peer, job.started_s = peer, loop.time()
                 self._attached[peer, job.handoff.attempt] = job
                 peer.send(Attach(job.handoff.attempt, reserved.n_cached))
@@ -185,6 +184,10 @@ class DecodeRole:
         now_s = loop.time()
         size = self._engine.memory.block_bytes
         self.counters.taken(job.n_read, size, now_s - job.started_s, now_s - job.last_chunk_s)
+
+    async def _connected(self, job: _Job) -> Peer:
+        deadline_s = self._deadlines.transfer_ms / 1e3
+        return await self._peers.ensure(job.handoff.address, job.handoff.epoch, deadline_s)
 
     async def _reserved(self, job: _Job) -> Reserved:
         queue_ms = self._deadlines.queue_ms

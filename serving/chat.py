@@ -56,12 +56,11 @@ class ChatTemplate:
                     "add_generation_prompt": True,
                 }
             )
-        except jinja2.TemplateError as error:
-            reason = (error.message or type(error).__name__)[:_MAX_REASON]
+        except _TemplateRefusal as error:
+            reason = str(error)[:_MAX_REASON]
             raise InvalidRequest(f"the model's chat template refused: {reason}", param="messages") from None
-        except (
-            Exception
-        ) as error:  # a template can raise anything; its values are the client's, so only the kind
+        except Exception as error:
+            # A template can raise anything, with the client's values in it: only the kind is passed on.
             raise InvalidRequest(
                 f"the model's chat template cannot render these messages ({type(error).__name__})",
                 param="messages",
@@ -110,8 +109,12 @@ def _to_json(
     )
 
 
+class _TemplateRefusal(Exception):
+    """The template said no, in its own words (`raise_exception`)."""
+
+
 def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    raise _TemplateRefusal(message)
 
 
 def _strftime_now(format: str) -> str:

@@ -141,8 +141,7 @@ class LocalCluster:
 
     def _start(self, timeout_s: float) -> None:
         self._ports = ports = PortBlock()
-        # Short, since Ray puts Unix sockets (at most 107 characters) deep inside.
-        self._directory = directory = Path(tempfile.mkdtemp(prefix="kvr"))
+        self._directory = directory = Path(tempfile.mkdtemp(prefix="kvr", dir=_short_temp_dir()))
         (directory / "haproxy").mkdir()
         token = directory / "auth_token"
         token.touch(mode=0o600)
@@ -281,6 +280,12 @@ class LocalCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _short_temp_dir() -> str:
+    """Ray puts Unix sockets, whose paths may have 107 characters, 75 deep inside its directory."""
+    own = tempfile.gettempdir()
+    return own if len(own) <= 20 else "/tmp"
 
 
 def available_cpus() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from contextlib import suppress
@@ -31,7 +32,7 @@ class Family:
             # Another user's process, or one that just ended: not ours.
             with suppress(psutil.Error, OSError):
                 children.setdefault(process.ppid(), []).append(process)
-                if marker_of(process.pid) == self._marker:
+                if process.pid != os.getpid() and marker_of(process.pid) == self._marker:
                     members.add(process)
         waiting = list(members)
         while waiting:

@@ -33,6 +33,8 @@ class Status:
     def summary(self) -> str:
         """What is being waited for, short."""
         waiting = [name for name, status in self.deployments.items() if status != "HEALTHY"]
+        if len({name.partition("/")[0] for name in self.deployments}) == 1:
+            waiting = [name.partition("/")[2] for name in waiting]
         if not self.deployments:
             return "building the application"
         return ", ".join(waiting) if waiting else "the first answer"

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvrouter.hashing import HASH_VERSION, block_hashes, namespace_seed, next_hash, token_bytes
 
@@ -31,10 +33,19 @@ def test_golden_seeds(case: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("case", GOLDEN["chains"], ids=lambda c: c["name"])
-def test_golden_chains(case: dict[str, object]) -> None:
-    tokens = array("I", case["tokens"])  # type: ignore[arg-type]
-    hashes = block_hashes(tokens, int(str(case["block_tokens"])), int(str(case["seed"]), 16))
+def test_golden_chains(case: dict[str, Any]) -> None:
+    hashes = block_hashes(array("I", case["tokens"]), case["block_tokens"], int(case["seed"], 16))
     assert [f"{h:016x}" for h in hashes] == case["hashes"]
+
+
+def test_layout_spelled_out() -> None:
+    """The docstring's byte layout, written by hand."""
+    seed = xxh3_64_intdigest(
+        b"kvrelay-kv\x01" + b"\x01\x02\0\0\0mm" + b"\x02\x01\0\0\0a" + b"\x03\x01\0\0\0s"
+    )
+    assert namespace_seed("mm", "a", "s") == seed
+    block = b"".join(token.to_bytes(4, "little") for token in range(8))
+    assert block_hashes(block, 8, seed) == [xxh3_64_intdigest(seed.to_bytes(8, "little") + block)]
 
 
 @pytest.mark.parametrize("order", ["0", "12345"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,9 +35,14 @@ def prompts() -> list[list[int]]:
     return [numbers.integers(3, VOCAB, size=length).tolist() for length in PROMPT_LENGTHS]
 
 
+@cache
+def reference_model(directory: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)  # in eval mode already
+
+
 def expected(directory: Path, prompt: list[int], new: int = NEW) -> list[int]:
     """What transformers says; EOS does not stop it, so that every case has the same length."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = reference_model(directory)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False)
@@ -43,7 +50,7 @@ def expected(directory: Path, prompt: list[int], new: int = NEW) -> list[int]:
 
 
 def runner_for(directory: Path, *, fused: bool = True, kv_bytes: int = 1 << 20) -> TorchRunner:
-    config = EngineConfig(dtype="float32", block_tokens=BLOCK, kv_bytes=kv_bytes)
+    config = EngineConfig(dtype="float32", block_tokens=16, kv_bytes=kv_bytes)
     return TorchRunner(config, directory, fused=fused)
 
 
@@ -180,7 +187,7 @@ def test_logprobs_are_those_of_the_unmodified_distribution(model_dirs: dict[str,
     sequence = loop.add(prompts()[2], params)
     other = loop.add(prompts()[0], SamplingParams(max_tokens=8, seed=1, logprobs=0))
     loop.drain([other, sequence, loop.add(prompts()[3])], until=8)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = reference_model(directory)
     for seq, top in ((sequence, 4), (other, 0)):
         with torch.inference_mode():
             logits = model(torch.tensor([list(seq.tokens)])).logits[0]

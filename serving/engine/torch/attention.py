@@ -38,7 +38,8 @@ class PromptPiece:
     last: int
     past: int  # tokens before the piece
     pages: Tensor | None  # (layers, 2 * blocks); None without a past: the piece attends to itself
-    mask: Tensor | None  # (rows, past + rows), added to the scores; None without a past: plainly causal
+    mask: Tensor | None  # (rows, past + rows), added to the scores; None: plainly causal, without a past
+    tile: int  # rows computed at once; fewer than all only without a past
 
 
 @dataclass(slots=True)
@@ -89,7 +90,7 @@ def attend(
         else:
             cache = step.pages.index_select(0, piece.pages[layer]).view(2, -1, *key.shape[1:])
             keys, values = cache[:, : piece.past + piece.last - piece.first].unbind()
-        parts.append(_prompt(query[here], keys, values, piece.mask, scaling))
+        parts.append(_prompt(query[here], keys, values, piece, scaling))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -108,7 +109,7 @@ def _decode(
 
 
 def _prompt(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scaling: float | None
+    query: Tensor, keys: Tensor, values: Tensor, piece: PromptPiece, scaling: float | None
 ) -> Tensor:
     """`query` (rows, heads, head_dim) over `keys` and `values` (past + rows, kv_heads, head_dim)."""
     rows, heads, dim = query.shape
@@ -118,9 +119,24 @@ def _prompt(
     keys, values = (
         states.transpose(0, 1)[:, None].expand(-1, heads // kv_heads, -1, -1) for states in (keys, values)
     )
-    out = scaled_dot_product_attention(
-        shared, keys, values, attn_mask=mask, is_causal=mask is None and rows > 1, scale=scaling
-    )
+    mask = piece.mask
+    if mask is None:
+        out = scaled_dot_product_attention(shared, keys, values, is_causal=rows > 1, scale=scaling)
+    elif piece.tile >= rows:
+        out = scaled_dot_product_attention(shared, keys, values, attn_mask=mask, scale=scaling)
+    else:  # each tile sees the keys up to its own end only: half of a causal square is never computed
+        tiles = []
+        for first in range(0, rows, piece.tile):
+            last = min(first + piece.tile, rows)
+            tile = scaled_dot_product_attention(
+                shared[:, :, first:last],
+                keys[:, :, :last],
+                values[:, :, :last],
+                attn_mask=mask[first:last, :last],
+                scale=scaling,
+            )
+            tiles.append(tile)
+        out = torch.cat(tiles, dim=2)
     return out.permute(2, 0, 1, 3).reshape(rows, heads, dim)
 
 

@@ -24,6 +24,10 @@ Ids = NDArray[np.int64]
 _ALWAYS_TOGETHER_TOKENS = 64
 _TOGETHER_RATIO = 1.25
 
+# The CPU kernel computes most of the masked half of a causal square; in tiles of this many rows it does not
+# (512 tokens: 4.7 ms a layer instead of 7.1).
+_CPU_TILE = 64
+
 
 @dataclass(slots=True)
 class PackedStep:
@@ -111,12 +115,18 @@ class Packer:
 
     def _prompt(self, piece: PrefillSlice, row: int) -> PromptPiece:
         past, count = piece.start, piece.count
-        if past == 0:
-            return PromptPiece(row, row + count, past, None, None)
-        used = -(-(past + count) // self._pool.layout.block_tokens)
-        pages = self._pages(np.array(piece.sequence.blocks[:used], dtype=np.int64))
-        beyond = torch.ones(count, past + count, dtype=torch.bool, device=self._device).triu_(past + 1)
-        return PromptPiece(row, row + count, past, pages, self._mask(beyond))
+        pages = None
+        tile = count
+        if past:
+            used = -(-(past + count) // self._pool.layout.block_tokens)
+            pages = self._pages(np.array(piece.sequence.blocks[:used], dtype=np.int64))
+        elif self._device.type == "cpu":
+            tile = min(count, _CPU_TILE)
+        mask = None
+        if past or tile < count:
+            beyond = torch.ones(count, past + count, dtype=torch.bool, device=self._device).triu_(past + 1)
+            mask = self._mask(beyond)
+        return PromptPiece(row, row + count, past, pages, mask, tile)
 
     def _mask(self, hidden: Tensor) -> Tensor:
         """Zeros, and -inf where `hidden`; in the model's dtype, or every layer would convert it."""
