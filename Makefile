@@ -12,9 +12,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-PACKAGES := serving prefill decode kvrouter planner configs tests benchmarks
 
-.PHONY: help install serve test check format bench clean
+.PHONY: help install serve test check format map bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -49,8 +48,11 @@ format: $(STAMP)  ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+map: $(STAMP)  ## write the README's list of files anew
+	$(BIN)/python -m tests.file_map
+
 bench: $(STAMP)  ## the benchmarks there are; each runs by itself
-	@for f in benchmarks/[a-z]*.py; do \
+	@for f in $$(grep -l __main__ benchmarks/[a-z]*.py); do \
 		echo "$(BIN)/python -m benchmarks.$$(basename $$f .py)    $$(sed -n '1s/^"*\([^"]*\).*/\1/p' $$f)"; done
 
 clean:  ## remove .venv and what tools cached

@@ -5,12 +5,12 @@
 The engine runs whole: its thread, scheduler, block pool and runner. Both sides do the same work in
 alternating rounds, so that a noisy machine disturbs both:
 
-    decode   `batch` equal prompts of 64 tokens, then 24 new tokens each. Both sides report when each step
-             ended; the time between the first step's end and the last's counts, so prefill does not.
+    decode   `batch` prompts of 64 tokens, then 24 new tokens each. Both sides note when each step ended;
+             the steps after the first token count, so prefill does not.
     prefill  one prompt of 512 tokens to its first token (in one chunk).
 
-`--json` prints one object: tokens per second (medians over the rounds) by batch, and `ratio`, the median
-over the rounds of engine / generate. Without it: a table.
+`--json` prints one object: tokens per second by batch, and `ratio`, engine / generate. Both follow from the
+lower quartile of the step times of all rounds, which other work on the machine moves least. Without it: a table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,20 +40,31 @@ if TYPE_CHECKING:
 PROMPT_TOKENS = 64
 NEW_TOKENS = 24
 PREFILL_TOKENS = 512
+PREFILL_REPEATS = 3  # prompts per round
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 40_000  # plain words: no special token among random prompts
 KV_BYTES = 1 << 30
+
+Steps = list[float]  # seconds of each
 
 
 @dataclass(slots=True)
 class Measured:
-    """Tokens per second of every round, engine and generate side by side."""
+    """Seconds of every step (decode) or prompt (prefill) of all rounds."""
 
     engine: list[float] = field(default_factory=list)
     generate: list[float] = field(default_factory=list)
 
     @property
-    def ratio(self) -> float:
-        return statistics.median(e / g for e, g in zip(self.engine, self.generate, strict=True))
+    def engine_s(self) -> float:
+        return _lower_quartile(self.engine)
+
+    @property
+    def generate_s(self) -> float:
+        return _lower_quartile(self.generate)
+
+
+def _lower_quartile(values: list[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0] if len(values) > 1 else values[0]
 
 
 class Prompts:
@@ -110,15 +121,14 @@ class EngineSide:
         if self._left == 0:
             self._finished.set()
 
-    def decode_tok_s(self, prompts: list[list[int]]) -> float:
+    def decode_s(self, prompts: list[list[int]]) -> list[float]:
         _, ends = self.run(prompts, NEW_TOKENS)
-        batch = len(prompts)
-        full = [end for end, tokens in ends if tokens == batch]  # all prompts done: steady decode
-        return (len(full) - 1) * batch / (full[-1] - full[0])
+        full = [end for end, tokens in ends if tokens == len(prompts)]  # every prompt is done by then
+        return [later - earlier for earlier, later in pairwise(full)]
 
-    def prefill_tok_s(self, prompt: list[int]) -> float:
-        began, ends = self.run([prompt], 1)
-        return len(prompt) / (ends[0][0] - began)
+    def prefill_s(self, prompts: list[list[int]]) -> list[float]:
+        runs = [self.run([prompt], 1) for prompt in prompts]
+        return [ends[0][0] - began for began, ends in runs]
 
 
 class GenerateSide:
@@ -127,7 +137,10 @@ class GenerateSide:
     def __init__(self, directory: Path, dtype: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        bars: Any = logging
+        bars.disable_progress_bar()  # stdout and stderr are ours
         self._torch = torch
         loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
         self._model = loaded.eval()
@@ -153,13 +166,13 @@ class GenerateSide:
         )
         return began, ends
 
-    def decode_tok_s(self, prompts: list[list[int]]) -> float:
+    def decode_s(self, prompts: list[list[int]]) -> list[float]:
         _, ends = self.run(prompts, NEW_TOKENS)
-        return (len(ends) - 1) * len(prompts) / (ends[-1] - ends[0])
+        return [later - earlier for earlier, later in pairwise(ends)]
 
-    def prefill_tok_s(self, prompt: list[int]) -> float:
-        began, ends = self.run([prompt], 1)
-        return len(prompt) / (ends[0] - began)
+    def prefill_s(self, prompts: list[list[int]]) -> list[float]:
+        runs = [self.run([prompt], 1) for prompt in prompts]
+        return [ends[0] - began for began, ends in runs]
 
 
 def measure(
@@ -192,35 +205,32 @@ def measure(
         for batch, measured in decode.items():
             report(f"round {number} of {rounds}, decode at batch {batch}", done / total)
             texts = prompts.next(batch, PROMPT_TOKENS)
-            _in_turn(
-                number, measured, partial(ours.decode_tok_s, texts), partial(theirs.decode_tok_s, texts)
-            )
+            _in_turn(number, measured, partial(ours.decode_s, texts), partial(theirs.decode_s, texts))
             done += 1
         report(f"round {number} of {rounds}, prefill", done / total)
-        text = prompts.next(1, PREFILL_TOKENS)[0]
-        _in_turn(number, prefill, partial(ours.prefill_tok_s, text), partial(theirs.prefill_tok_s, text))
+        texts = prompts.next(PREFILL_REPEATS, PREFILL_TOKENS)
+        _in_turn(number, prefill, partial(ours.prefill_s, texts), partial(theirs.prefill_s, texts))
         done += 1
     engine.stop()
-    median = statistics.median
     return {
-        "decode_tok_s": {str(batch): round(median(m.engine), 2) for batch, m in decode.items()},
-        "generate_tok_s": {str(batch): round(median(m.generate), 2) for batch, m in decode.items()},
-        "ratio": {str(batch): round(m.ratio, 3) for batch, m in decode.items()},
-        "prefill_tok_s": round(median(prefill.engine), 1),
-        "generate_prefill_tok_s": round(median(prefill.generate), 1),
+        "decode_tok_s": {str(batch): round(batch / m.engine_s, 2) for batch, m in decode.items()},
+        "generate_tok_s": {str(batch): round(batch / m.generate_s, 2) for batch, m in decode.items()},
+        "ratio": {str(batch): round(m.generate_s / m.engine_s, 3) for batch, m in decode.items()},
+        "prefill_tok_s": round(PREFILL_TOKENS / prefill.engine_s, 1),
+        "generate_prefill_tok_s": round(PREFILL_TOKENS / prefill.generate_s, 1),
         "dtype": dtype,
         "threads": threads,
         "model": directory.name,
     }
 
 
-def _in_turn(number: int, into: Measured, ours: Callable[[], float], theirs: Callable[[], float]) -> None:
+def _in_turn(number: int, into: Measured, ours: Callable[[], Steps], theirs: Callable[[], Steps]) -> None:
     """Both sides once; who goes first alternates, and round 0 is not kept."""
     sides = [(ours, into.engine), (theirs, into.generate)]
     for side, kept in sides if number % 2 else reversed(sides):
-        value = side()
+        seconds = side()
         if number:
-            kept.append(value)
+            kept.extend(seconds)
 
 
 def _table(result: dict[str, Any]) -> None:

@@ -18,8 +18,9 @@ from typing import Any
 from serving.detokenize import Detokenizer
 from serving.engine.base import SamplingParams, TokenLogprobs
 from serving.generation import GenerationInfo, GenerationRequest, Sink
-from serving.responder import Piece, StreamedResponse
+from serving.responder import Piece
 from serving.sse import Endpoint, Envelope
+from serving.streamed_response import StreamedResponse
 from tests.tiny_tokenizer import ids, tiny_vocabulary
 
 TOKENS = 20_000
@@ -93,13 +94,17 @@ def measure() -> dict[str, float]:
         "detokenise_4_stops": _detokenize_us(("END", "###", "\n\n\n", "zzz")),
         "stream_chat": asyncio.run(_stream_us(Endpoint.CHAT, [], None)),
         "stream_completion": asyncio.run(_stream_us(Endpoint.COMPLETION, [], None)),
-        "stream_chat_4_stops": asyncio.run(_stream_us(Endpoint.CHAT, ["END", "###", "\n\n\n", "zzz"], None)),
+        "stream_chat_4_stops": asyncio.run(
+            _stream_us(Endpoint.CHAT, ["END", "###", "\n\n\n", "zzz"], None)
+        ),
         "stream_chat_logprobs_5": asyncio.run(_stream_us(Endpoint.CHAT, [], 5)),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print one object, microseconds a token")
     found = measure()
     if parser.parse_args().json:

@@ -123,6 +123,7 @@ class DecodeRole:
         job = self._jobs.get(reserved.attempt)
         if job is not None and not job.reserved.done():
             job.reserved.set_result(reserved)
+            self._kv_io.expect(reserved.blocks[reserved.n_cached :])
 
     def on_engine_failed(self, attempt: AttemptId) -> None:
         """The engine gave it up and its caller reports so; here is only something to stop."""

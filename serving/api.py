@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from serving.access_log import AccessRecord, log_access
+from serving.collected_response import CollectedResponse
 from serving.eager import Message, Send
 from serving.errors import (
     BodyTooLarge,
@@ -31,16 +32,10 @@ from serving.errors import (
 from serving.generation import Generator
 from serving.intake import Intake, RequestHead
 from serving.openai import parse_chat, parse_completion
-from serving.responder import (
-    CollectedResponse,
-    Headers,
-    Response,
-    StreamedResponse,
-    internal_error,
-    public_error,
-)
+from serving.responder import Headers, Response, internal_error, public_error
 from serving.served_model import ServedModel
 from serving.sse import Endpoint, Envelope, model_body, models_body
+from serving.streamed_response import StreamedResponse
 
 _log = logging.getLogger("kvrelay.api")
 

@@ -2,6 +2,7 @@
 
     kvrelay serve [CONFIG]    a Ray of its own on this machine, with CONFIG deployed on it, until Ctrl-C
     kvrelay check CONFIG      validate, start nothing
+    kvrelay env [CONFIG]      what to export before `ray start` on each node of a cluster of your own
     kvrelay models            the names that `weights` knows
     kvrelay prepare NAME      make a model's files ready on this machine
 
@@ -59,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("config", nargs="+")
     check.set_defaults(run=_check)
 
+    env = commands.add_parser("env", help="print what to export before `ray start` on each node")
+    env.add_argument("config", nargs="?", default="quickstart")
+    env.set_defaults(run=_env)
+
     models = commands.add_parser("models", help="list the model names that `weights` knows")
     models.set_defaults(run=_models)
 
@@ -115,6 +120,16 @@ def _check(options: argparse.Namespace) -> int:
         models = ", ".join(plan.model_names) or "none"
         print(f"{plan.path}: ok; models: {models}; {cpus:g} CPUs, {gpus:g} GPUs")
     return worst
+
+
+def _env(options: argparse.Namespace) -> int:
+    from serving.local.environment import node_environment
+    from serving.preflight import find_config, read_plan
+
+    plan = read_plan(find_config(options.config))
+    for name, value in node_environment(plan.longest_request_s).items():
+        print(f"export {name}={value}")
+    return 0
 
 
 def _models(options: argparse.Namespace) -> int:

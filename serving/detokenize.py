@@ -68,8 +68,10 @@ class Detokenizer:
     """
 
     __slots__ = (
+        "_hidden",
         "_matcher",
         "_min_tokens",
+        "_plain",
         "_texts",
         "_utf8",
         "_utf8_waiting",
@@ -78,20 +80,29 @@ class Detokenizer:
         "stopped",
     )
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
-        """No stop string is looked for in the text of the first `min_tokens` tokens."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Sequence[str] = (),
+        *,
+        hidden: frozenset[int] = frozenset(),
+        min_tokens: int = 0,
+    ) -> None:
+        """`hidden` tokens have no text; no stop string is looked for in the first `min_tokens` tokens."""
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts
         self._utf8 = _new_utf8_decoder("replace")
         self._utf8_waiting = False  # the decoder holds the start of a character
         self._matcher = StopMatcher(stop) if stop else None
+        self._hidden = hidden
+        self._plain = not stop and not hidden
         self._min_tokens = min_tokens
         self.stopped = False
         self.n_tokens = 0
 
     def push(self, tokens: list[int]) -> str:
         """The text that `tokens` make final, maybe none."""
-        if len(tokens) == 1 and self._matcher is None and not self._utf8_waiting:  # the common case
+        if len(tokens) == 1 and self._plain and not self._utf8_waiting:  # the common case
             token = tokens[0]
             text = self._texts[token] if token < len(self._texts) else ""
             if text is not None:
@@ -116,6 +127,8 @@ class Detokenizer:
         return tail
 
     def _decode(self, token: int) -> str:
+        if token in self._hidden:
+            return ""
         if not self._utf8_waiting:
             text = self._texts[token] if token < len(self._texts) else ""
             if text is not None:

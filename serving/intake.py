@@ -18,11 +18,10 @@ from serving.chat import ChatTemplate
 from serving.engine.base import TOKEN_TYPECODE
 from serving.errors import InvalidRequest
 from serving.generation import GenerationRequest
+from serving.messages import TextPart, template_messages
 from serving.openai import (
     ChatBody,
     CompletionBody,
-    TextPart,
-    chat_messages,
     check_prompt_fits,
     prompt_field,
     sampling_params,
@@ -59,6 +58,8 @@ class Intake:
             raise InvalidRequest(
                 f"model {model.name!r} has no chat template; use /v1/completions", param="model"
             )
+        # A message is a token at least: a flood of empty ones is refused before it is rendered.
+        check_prompt_fits(len(body.messages), model.context_tokens, param="messages", exact=False)
         weight = len(body.messages) * _CHARS_PER_MESSAGE + sum(_length(m.content) for m in body.messages)
         prompt = await self._run(weight, lambda: _encode_chat(body, model, template))
         return [_piece(body, model, head, prompt, echo="")]
@@ -66,6 +67,9 @@ class Intake:
     async def completion(self, body: CompletionBody, model: ServedModel, head: RequestHead) -> list[Piece]:
         """A piece per prompt, in order; raises RequestError."""
         prompts = body.prompts
+        for given in prompts:
+            if not isinstance(given, str):
+                check_prompt_fits(len(given), model.context_tokens, param="prompt")
         weight = sum(len(p) for p in prompts if isinstance(p, str))
         encoded = await self._run(weight, lambda: [_encode_prompt(prompt, model) for prompt in prompts])
         pieces = []
@@ -91,7 +95,7 @@ class Intake:
 
 
 def _encode_chat(body: ChatBody, model: ServedModel, template: ChatTemplate) -> array[int]:
-    text = template.render(chat_messages(body), body.chat_template_kwargs)
+    text = template.render(template_messages(body.messages), body.chat_template_kwargs)
     # the template writes the special tokens itself
     return _encode(text, model, "messages", add_special_tokens=False)
 
@@ -130,7 +134,11 @@ def _piece(
         session=head.session,
         timeout_ms=head.timeout_ms,
     )
-    return Piece(len(prompt), request, echo, body.stop_strings)
+    hidden = frozenset(request.params.stop_token_ids)
+    if not request.params.ignore_eos:
+        hidden |= model.eos_ids
+    # special tokens have no text anyway
+    return Piece(len(prompt), request, echo, body.stop_strings, hidden - model.tokenizer.special_ids)
 
 
 def _length(content: str | list[TextPart] | None) -> int:

@@ -264,7 +264,10 @@ class LocalCluster:
         if self._directory is None:
             return
         with self.log.open("a") as out:
-            for path in sorted(self._directory.glob("ray/session_2*/logs/serve/*.log")):
+            logs = (self._directory / "ray").glob("session_2*/logs/**/*")
+            for path in sorted(
+                path for path in logs if path.match("serve/*.log") or path.match("worker-*.err")
+            ):
                 out.write(f"\n==== {path.name}\n")
                 out.writelines(path.read_text(errors="replace").splitlines(keepends=True)[-SAVED_LINES:])
 

@@ -8,7 +8,6 @@ of their own; fields that would change the answer and that we do not do are refu
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from serving.chat import ChatMessage
 from serving.engine.base import SamplingParams
 from serving.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from serving.messages import MessageBody, check_messages
 from serving.served_model import ServedModel
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's own default
@@ -92,20 +91,6 @@ class SamplingBody(Struct, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(Struct):
-    type: str
-    text: str | None = None
-
-
-class MessageBody(Struct):
-    role: str
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[MessageBody], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -176,7 +161,6 @@ _NEUTRAL_IN_CHAT: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -196,10 +180,7 @@ def parse_chat(data: bytes) -> ChatBody:
     if body.max_tokens == 0:
         given = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise InvalidRequest(f"{given} must be at least 1", param=given)
-    for i, message in enumerate(body.messages):
-        _check_message(message, f"messages[{i}]")
-    if all(message.role == "assistant" for message in body.messages):
-        raise InvalidRequest("messages must hold more than the assistant's own", param="messages")
+    check_messages(body.messages)
     return body
 
 
@@ -224,11 +205,6 @@ def parse_completion(data: bytes) -> CompletionBody:
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest(f"prompt has {len(prompts)} entries; at most {MAX_PROMPTS}", param="prompt")
     return body
-
-
-def chat_messages(body: ChatBody) -> list[ChatMessage]:
-    """The messages as the template gets them: content is always a string, absent keys are absent."""
-    return [_template_message(message) for message in body.messages]
 
 
 def sampling_params(body: ChatBody | CompletionBody, model: ServedModel, n_prompt: int) -> SamplingParams:
@@ -320,50 +296,6 @@ def _check_capabilities(body: ChatBody | CompletionBody, model: ServedModel) -> 
         for field, off in neutral.items():
             if getattr(body, field) not in {None, off}:
                 raise UnsupportedFeature(f"this model's engine has no {field}", param=field)
-
-
-def _check_message(message: MessageBody, at: str) -> None:
-    if message.role not in _ROLES:
-        raise InvalidRequest(f"{at}.role must be one of {', '.join(_ROLES)}", param=f"{at}.role")
-    content = message.content
-    if content is None and (message.role != "assistant" or not message.tool_calls):
-        raise InvalidRequest(f"{at}.content is missing", param=f"{at}.content")
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text":
-                raise UnsupportedFeature(
-                    f"{at}.content: only parts of type text are supported", param=f"{at}.content"
-                )
-            if part.text is None:
-                raise InvalidRequest(f"{at}.content: a part has no text", param=f"{at}.content")
-
-
-def _template_message(message: MessageBody) -> ChatMessage:
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text or "" for part in content)
-    out: ChatMessage = {"role": message.role, "content": content or ""}
-    if message.tool_calls:
-        out["tool_calls"] = [_template_call(call) for call in message.tool_calls]
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        value = getattr(message, key)
-        if value is not None:
-            out[key] = value
-    return out
-
-
-def _template_call(call: dict[str, Any]) -> dict[str, Any]:
-    """Clients send a call's arguments as JSON text; templates expect the object."""
-    function = call.get("function")
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return (
-        {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-    )
 
 
 def _refuse_unsupported(body: SamplingBody, neutral: dict[str, tuple[Any, ...]]) -> None:

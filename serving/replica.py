@@ -1,4 +1,4 @@
-"""What every replica of the application does with Ray: who it is, where it is, what Serve says of the others."""
+"""What every replica does with Ray: who and where it is, and what Serve says of the others."""
 
 from __future__ import annotations
 
@@ -57,10 +57,13 @@ def address_of(members: Members) -> str | None:
 
 
 def log_to_stderr() -> None:
-    """Ray collects a replica's stderr in its session's logs; our loggers write one line an event there."""
+    """Ray collects a replica's stderr in its session's logs; our loggers write one line an event there.
+
+    The process's own stderr, not `sys.stderr`: Serve puts a logger there that walks the stack per line.
+    """
     logger = logging.getLogger("kvrelay")
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = logging.StreamHandler(sys.__stderr__)
         handler.setFormatter(_JsonLines())
         logger.addHandler(handler)
         logger.propagate = False

@@ -1,4 +1,4 @@
-"""Tokens to HTTP: the sinks behind a request, streamed or collected.
+"""Tokens to HTTP: what the streamed and the collected response have in common.
 
 A response has one choice a prompt. Each choice is the Sink of one generation: it turns tokens into text,
 ends on a stop string (then it cancels the generation upstream) and counts what `usage` shows. The two kinds
@@ -14,21 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from serving.detokenize import Detokenizer, LogprobEntry, Vocabulary
-from serving.eager import EagerSender, Send
 from serving.engine.base import FinishReason, TokenLogprobs
-from serving.errors import KVRelayError, Overloaded, RequestError
+from serving.errors import KVRelayError, RequestError, WorkerLost
 from serving.generation import GenerationRequest, Generator, Ticket
-from serving.sse import (
-    DONE,
-    KEEP_ALIVE,
-    Answer,
-    ChunkWriter,
-    Envelope,
-    Usage,
-    error_event,
-    response_body,
-    usage_event,
-)
+from serving.sse import Envelope, Usage
 
 _log = logging.getLogger("kvrelay.api")
 
@@ -43,6 +32,7 @@ class Piece:
     request: GenerationRequest | None  # None: nothing to generate (echo with max_tokens 0)
     echo: str = ""  # text that goes before the answer
     stop: list[str] = field(default_factory=list)
+    hidden: frozenset[int] = frozenset()  # tokens that end the answer and are no part of its text
 
 
 class Response(ABC):
@@ -160,7 +150,9 @@ class Choice(ABC):
         self.response = response
         request = piece.request
         min_tokens = 0 if request is None else request.params.min_tokens
-        self.detokenizer = Detokenizer(response.vocabulary, piece.stop, min_tokens=min_tokens)
+        self.detokenizer = Detokenizer(
+            response.vocabulary, piece.stop, hidden=piece.hidden, min_tokens=min_tokens
+        )
         self.echo = piece.echo
         self.wants_logprobs = request is not None and request.params.logprobs is not None
         self.ticket: Ticket | None = None
@@ -216,179 +208,17 @@ class Choice(ABC):
     def _end(self, reason: FinishReason, tail: str) -> None: ...
 
 
-class StreamedResponse(Response):
-    """Server-sent events.
-
-    Nothing goes out before the first token or keep-alive, so that an earlier error is a proper HTTP status;
-    then the head and the first event leave together.
-    """
-
-    def __init__(
-        self,
-        envelope: Envelope,
-        pieces: Sequence[Piece],
-        vocabulary: Vocabulary,
-        *,
-        send: Send,
-        headers: Headers,
-        include_usage: bool,
-        keep_alive_s: float,
-    ) -> None:
-        self.include_usage = include_usage
-        self._sender = EagerSender(send, self._client_too_slow)
-        self._headers = headers
-        super().__init__(envelope, pieces, vocabulary)
-        self._tick_s = keep_alive_s / 2  # quiet for one whole tick: a comment goes out within two
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-    @property
-    def done(self) -> asyncio.Future[None]:
-        return self._sender.closed
-
-    def write(self, data: bytes) -> None:
-        if not self.answered:
-            self.answered = True
-            self._sender.start(200, self._headers)
-        self._sender.write(data)
-
-    def abandon(self) -> None:
-        super().abandon()
-        self._timer.cancel()
-        self._sender.abandon()
-
-    def _new_choice(self, index: int, piece: Piece) -> Choice:
-        writer = ChunkWriter(self.envelope, index, with_usage=self.include_usage)
-        return StreamedChoice(self, piece, writer)
-
-    def _say(self, data: bytes) -> None:
-        self.write(data)
-
-    def _complete(self, last: bytes) -> None:
-        self._timer.cancel()
-        if self.include_usage:
-            last += usage_event(self.envelope, self.usage)
-        self._end(last + DONE)
-
-    def _failed(self, error: KVRelayError) -> None:
-        self._timer.cancel()
-        if self.answered:
-            self._end(error_event(public_error(error, self.envelope.id)))
-        else:
-            self._sender.abandon()  # nothing was sent: the caller answers
-
-    def _end(self, data: bytes) -> None:
-        if not self.answered:
-            self.answered = True
-            self._sender.start(200, self._headers)
-        self._sender.end(data)
-
-    def _client_too_slow(self) -> None:
-        self.fail(Overloaded("the client reads too slowly"))
-
-    def _tick(self) -> None:
-        if self.done.done():
-            return
-        if not self._sender.wrote:
-            self.write(KEEP_ALIVE)
-        self._sender.wrote = False
-        self._timer = self._loop.call_later(self._tick_s, self._tick)
-
-
-class StreamedChoice(Choice):
-    def __init__(self, response: StreamedResponse, piece: Piece, writer: ChunkWriter) -> None:
-        super().__init__(response, piece)
-        self._write = response.write
-        self._writer = writer
-        self._started = False
-
-    def _take(self, text: str) -> None:
-        if not self._started:
-            self._write(self._start() + (self._writer.text(text) if text else b""))
-        elif text:
-            self._write(self._writer.text(text))
-
-    def _take_with_logprobs(self, text: str, entries: list[LogprobEntry]) -> None:
-        self._write(self._start() + self._writer.text_with_logprobs(text, entries))
-
-    def _end(self, reason: FinishReason, tail: str) -> None:
-        self.ended = True
-        self.reason = reason
-        tail_chunk = self._writer.text(tail) if tail else b""
-        self.response.choice_ended(self._start() + tail_chunk + self._writer.finish(reason))
-
-    def _start(self) -> bytes:
-        if self._started:
-            return b""
-        self._started = True
-        return self._writer.start() + (self._writer.text(self.echo) if self.echo else b"")
-
-
-class CollectedResponse(Response):
-    """One JSON body at the end; `body` is valid when `done` is settled without `error`."""
-
-    def __init__(self, envelope: Envelope, pieces: Sequence[Piece], vocabulary: Vocabulary) -> None:
-        self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        super().__init__(envelope, pieces, vocabulary)
-
-    @property
-    def done(self) -> asyncio.Future[None]:
-        return self._done
-
-    @property
-    def body(self) -> bytes:
-        answers = [choice.answer for choice in self.choices if isinstance(choice, CollectedChoice)]
-        return response_body(self.envelope, answers, self.usage)
-
-    def _new_choice(self, index: int, piece: Piece) -> Choice:
-        return CollectedChoice(self, piece)
-
-    def _say(self, data: bytes) -> None:
-        """Nothing is said before the end."""
-
-    def _complete(self, last: bytes) -> None:
-        self._settle()
-
-    def _failed(self, error: KVRelayError) -> None:
-        self._settle()
-
-    def _settle(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-
-class CollectedChoice(Choice):
-    def __init__(self, response: CollectedResponse, piece: Piece) -> None:
-        super().__init__(response, piece)
-        self._texts = [self.echo]
-        self._entries: list[LogprobEntry] | None = [] if self.wants_logprobs else None
-
-    @property
-    def answer(self) -> Answer:
-        assert self.reason is not None
-        return Answer("".join(self._texts), self.reason, self._entries)
-
-    def _take(self, text: str) -> None:
-        self._texts.append(text)
-
-    def _take_with_logprobs(self, text: str, entries: list[LogprobEntry]) -> None:
-        self._texts.append(text)
-        assert self._entries is not None
-        self._entries.extend(entries)
-
-    def _end(self, reason: FinishReason, tail: str) -> None:
-        self.ended = True
-        self.reason = reason
-        self._texts.append(tail)
-        self.response.choice_ended(b"")
-
-
 def internal_error() -> KVRelayError:
     return KVRelayError("internal error; the server's log has the details")
 
 
 def public_error(error: KVRelayError, response_id: str) -> KVRelayError:
-    """What the client may see of `error`: of our own faults (500) only that there was one."""
-    if isinstance(error, RequestError) or error.status != KVRelayError.status:
+    """What the client may see of `error`: nothing of what went wrong inside a worker or in here."""
+    if isinstance(error, WorkerLost):
+        shown: KVRelayError = WorkerLost("the worker was lost and no other could go on; try again")
+    elif isinstance(error, RequestError) or error.status != KVRelayError.status:
         return error
+    else:
+        shown = internal_error()
     _log.error("response %s: %s: %s", response_id, type(error).__name__, error.message)
-    return internal_error()
+    return shown

@@ -78,6 +78,10 @@ class Tokenizer:
         raw = b"".join([table[i] for i in ids if i not in special])
         return raw.decode("utf-8", "replace")
 
+    def source_json(self) -> str:
+        """The tokenizer as the content of a tokenizer.json."""
+        return self._source.to_str()
+
     def id_of(self, token: str) -> int | None:
         return self._ids.get(token)
 

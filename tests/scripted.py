@@ -136,6 +136,7 @@ class Client:
     def __init__(self, api: Api) -> None:
         self.api = api
         self.leave = asyncio.Event()  # set it to disconnect
+        self.leave_after = b""  # disconnect once this was received three times
 
     async def send(
         self,
@@ -161,6 +162,9 @@ class Client:
 
         async def send(message: Any) -> None:
             messages.append(dict(message))
+            bodies = b"".join(m.get("body", b"") for m in messages)
+            if self.leave_after and bodies.count(self.leave_after) >= 3:
+                self.leave.set()
 
         scope = {
             "type": "http",
@@ -171,7 +175,7 @@ class Client:
         async with asyncio.timeout(10):
             await self.api(scope, receive, send)
         bodies = [m for m in messages if m["type"] == "http.response.body"]
-        start = messages[0] if messages else {"status": 0, "headers": []}
+        start: dict[str, Any] = messages[0] if messages else {"status": 0, "headers": []}
         return Reply(
             start["status"],
             {k.decode(): v.decode() for k, v in start["headers"]},

@@ -23,7 +23,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
 )
 _CORPUS = [
-    "The quick brown fox jumps over the lazy dog. Hello, world! one two three four five six seven eight nine",
+    "The quick brown fox jumps over the lazy dog. Hello, world!",
+    "one two three four five six seven eight nine",
     "relay races hand the baton on; the relay of tokens hands the cache on. 0 1 2 3 4 5 6 7 8 9",
 ]
 

@@ -61,7 +61,7 @@ class BlockTables:
         return None if needed <= total else f"needs {needed} KV blocks, the pool has {total}"
 
     def start(self, seq: LiveSequence) -> bool:
-        """Hold blocks for all of `seq`, cached ones first; False and nothing held when there are too few."""
+        """Hold blocks for all of `seq`, cached ones first; False, holding nothing, if too few are left."""
         pool, size, namespace = self._pool, self._block_tokens, seq.work.namespace
         if pool.available < seq.wants:
             return False

@@ -22,6 +22,7 @@ from typing import Any
 
 from serving.engine.base import BlockId, KVMemory
 from serving.errors import PeerGone, TransferError, TransferTimeout
+from serving.kv.prefault import Prefault
 from serving.kv.transfer import PeerInfo, ReadId, ReadState, Transfer, TransferCounters
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,13 @@ class _Read:
     token: Hashable
     done: asyncio.Future[None]
     abandoned: bool = False  # written by the loop, read by the thread before it posts
+
+
+@dataclass(slots=True)
+class _Touch:
+    """Blocks that a read will write soon."""
+
+    blocks: list[BlockId]
 
 
 @dataclass(slots=True)
@@ -78,13 +86,14 @@ class KvIo:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._wake = threading.Condition()
-        self._todo: deque[_Read | _Call] = deque()
+        self._todo: deque[_Read | _Call | _Touch] = deque()
         self._stopping = False
         self._watchers: frozenset[Hashable] = frozenset()
         self._attend_until_s = 0.0
         self._in_flight: dict[Hashable, set[_Read]] = {}
         self._posted: dict[ReadId, _Read] = {}  # the thread's
         self._opened = False  # the thread's
+        self._prefault: Prefault | None = None  # the thread's
         self._broken: str | None = None
 
     @property
@@ -104,6 +113,7 @@ class KvIo:
 
         def start(transfer: Transfer) -> bytes:
             transfer.open(memory)
+            self._prefault = Prefault(memory)
             self._opened = True
             return transfer.metadata()
 
@@ -171,6 +181,10 @@ class KvIo:
             read.abandoned = True
             raise
 
+    def expect(self, blocks: list[BlockId]) -> None:
+        """Reads will write our `blocks` soon: have their memory ready. Costs the caller nothing."""
+        self._put(_Touch(blocks))
+
     def in_flight(self, token: Hashable) -> int:
         """Reads of `token` that have not ended, abandoned ones included."""
         return len(self._in_flight.get(token, ()))
@@ -200,7 +214,7 @@ class KvIo:
         except TimeoutError:
             raise TransferTimeout(f"no answer from the kv-io thread in {deadline_s:.1f} s") from None
 
-    def _put(self, item: _Read | _Call) -> None:
+    def _put(self, item: _Read | _Call | _Touch) -> None:
         self._todo.append(item)
         self._nudge()
 
@@ -236,7 +250,7 @@ class KvIo:
         while not self._stopping:
             news = _News()
             try:
-                while self._todo:
+                for _ in range(len(self._todo)):
                     self._take(transfer, self._todo.popleft(), news)
                 if self._opened and self._broken is None:
                     self._poll(transfer, news)
@@ -256,7 +270,12 @@ class KvIo:
         if self._opened:
             transfer.close()
 
-    def _take(self, transfer: Transfer, item: _Read | _Call, news: _News) -> None:
+    def _take(self, transfer: Transfer, item: _Read | _Call | _Touch, news: _News) -> None:
+        if isinstance(item, _Touch):
+            left = self._prefault.touch(item.blocks) if self._prefault else []
+            if left:
+                self._todo.append(_Touch(left))
+            return
         if isinstance(item, _Call):
             try:
                 news.called.append((item, item.verb(transfer), None))

@@ -16,6 +16,9 @@ from serving.local.ports import PortBlock
 MARKER = "KVRELAY_LOCAL_CLUSTER"  # its value, one a cluster, marks every process the cluster started
 HAPROXY_HARD_STOP_S = 3600  # a reload cuts streams that are older than this
 
+# Idle OpenMP threads sleep instead of spinning: workers share cores.
+QUIET_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
 
 def new_marker() -> str:
     """Names a cluster and the process that owns it."""
@@ -64,24 +67,39 @@ def cluster_environment(
         # A token of this cluster's own: other users of the machine cannot submit work to it.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(directory / "auth_token"),
-        # Idle OpenMP threads sleep instead of spinning: prefill and decode workers share these cores.
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
+        **QUIET_OPENMP,
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports["fallback_http"]),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(ports["fallback_grpc"]),
+        # Serve's own metrics ten times a second are a fifth of an idle replica's CPU.
+        "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     }
     if flags:
-        env |= _fast_path(directory, ports, longest_request_s)
+        env |= node_environment(longest_request_s) | _own_haproxy(directory, ports)
     return env | dict(extra)
 
 
-def _fast_path(directory: Path, ports: PortBlock, longest_request_s: float) -> dict[str, str]:
+def node_environment(longest_request_s: float) -> dict[str, str]:
+    """What `ray start` needs on every node of any cluster, so that tokens take the short way.
+
+    HAProxy's settings belong together: streams must outlive a reload, a freed port must rest until no
+    old HAProxy may send to it, and a silent response is cut after the longest request's deadline.
+    """
+    return {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(HAPROXY_HARD_STOP_S + 30),
+        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(round(longest_request_s) + 5),
+        **QUIET_OPENMP,
+    }
+
+
+def _own_haproxy(directory: Path, ports: PortBlock) -> dict[str, str]:
+    """Files and ports that would collide with another Serve on this machine."""
     haproxy = directory / "haproxy"
     http_first, http_last = ports.ingress_http
     grpc_first, grpc_last = ports.ingress_grpc
     return {
-        "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
@@ -90,10 +108,6 @@ def _fast_path(directory: Path, ports: PortBlock, longest_request_s: float) -> d
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports["haproxy_stats"]),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports["haproxy_metrics"]),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
-        # A reloaded-out HAProxy may send to a freed port until its hard-stop.
-        "RAY_SERVE_PORT_QUARANTINE_S": str(HAPROXY_HARD_STOP_S + 30),
-        "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(round(longest_request_s) + 5),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http_first),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http_last),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc_first),

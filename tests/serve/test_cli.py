@@ -47,6 +47,7 @@ def serving(config: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         command("serve", config, *args),
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(config.parent)},  # where the log of a killed one stays
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

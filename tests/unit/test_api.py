@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 from typing import Any
@@ -153,7 +154,11 @@ async def test_context_overflow_400(endpoint: str, times: float) -> None:
         field = {"messages": [{"role": "user", "content": long}]}
     reply = await ask(client, endpoint, **field)
     error = reply.json["error"]
-    assert (reply.status, error["type"], error["code"]) == (400, "invalid_request_error", "context_length_exceeded")
+    assert (reply.status, error["type"], error["code"]) == (
+        400,
+        "invalid_request_error",
+        "context_length_exceeded",
+    )
     assert str(CONTEXT_TOKENS) in error["message"]
     assert error["param"] in field
     assert text_of(await ask(client, endpoint), stream=False) == known
@@ -192,7 +197,11 @@ async def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("error", "status", "header"),
-    [(Overloaded("full", retry_after_s=3), 429, "3"), (WorkerLost("gone"), 503, "1"), (EngineFailure("x"), 500, None)],
+    [
+        (Overloaded("full", retry_after_s=3), 429, "3"),
+        (WorkerLost("gone"), 503, "1"),
+        (EngineFailure("x"), 500, None),
+    ],
     ids=lambda v: type(v).__name__,
 )
 @pytest.mark.parametrize("refuse", [True, False])
@@ -216,7 +225,7 @@ async def test_an_error_after_tokens_ends_the_stream() -> None:
     assert chunks
     assert last == {
         "error": {
-            "message": "the worker is gone",
+            "message": "the worker was lost and no other could go on; try again",
             "type": "service_unavailable",
             "param": None,
             "code": "worker_lost",
@@ -278,7 +287,11 @@ async def test_error_body_bounded() -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400"])
 async def test_temperature_nan(number: str) -> None:
     client = make_client()
-    body = b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":' + number.encode() + b"}"
+    body = (
+        b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"temperature":'
+        + number.encode()
+        + b"}"
+    )
     assert (await client.send("POST", "/v1/chat/completions", body)).status == 400
     assert (await client.chat()).status == 200
 
@@ -287,18 +300,31 @@ async def test_temperature_nan(number: str) -> None:
 
 
 @BOTH
-async def test_finish_reason_last_and_once(endpoint: str) -> None:
-    """Cases finish_reason_last, finish_reason_once, finish_reason_key_always."""
-    reply = await ask(make_client(), endpoint, stream=True, stream_options={"include_usage": True})
-    *chunks, finish, usage = reply.chunks
-    assert usage["choices"] == []
-    assert usage["usage"]["completion_tokens"] == len(ids("Hello, world!"))
+async def test_finish_reason_last(endpoint: str) -> None:
+    reply = await ask(make_client(), endpoint, stream=True)
+    *chunks, finish = reply.chunks
     assert finish["choices"][0]["finish_reason"] == "stop"
     assert finish["choices"][0].get("text", "") == ""
     assert finish["choices"][0].get("delta", {}) == {}
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks)
-    assert all(chunk["usage"] is None for chunk in [*chunks, finish])
     assert reply.text() == "Hello, world!"
+
+
+@BOTH
+@pytest.mark.parametrize("per_step", [1, 100])
+async def test_finish_reason_once(endpoint: str, per_step: int) -> None:
+    client = make_client(ScriptedGenerator(per_step=per_step))
+    reply = await ask(client, endpoint, stream=True, stream_options={"include_usage": True})
+    assert reply.reasons() == ["stop"]
+    *chunks, usage = reply.chunks
+    assert usage["usage"]["completion_tokens"] == len(ids("Hello, world!"))
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+@BOTH
+async def test_finish_reason_key_always(endpoint: str) -> None:
+    reply = await ask(make_client(), endpoint, stream=True)
+    assert all("finish_reason" in choice for chunk in reply.chunks for choice in chunk["choices"])
 
 
 @BOTH
@@ -360,7 +386,9 @@ async def test_stop_tail_flushed(stream: bool, synchronous: bool) -> None:
 async def test_a_sink_called_before_the_ticket_is_known() -> None:
     generator = ScriptedGenerator(synchronous=True, cached_tokens=2)
     client = make_client(generator)
-    reply = await client.complete(stream=True, prompt=["a b", "c d"], stream_options={"include_usage": True})
+    reply = await client.complete(
+        stream=True, prompt=["a b", "c d"], stream_options={"include_usage": True}
+    )
     assert [reply.text(0), reply.text(1)] == ["Hello, world!"] * 2
     assert reply.chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 4
     stopped = await client.chat(stream=True, stop=["o"])
@@ -382,11 +410,13 @@ async def test_long_prompt_stream_ends() -> None:
 
 
 async def test_quiet_streams_get_keep_alives() -> None:
-    client = make_client(ScriptedGenerator(answer=lambda request: [], hang=True), keep_alive_s=0.02)
-    asyncio.get_running_loop().call_later(0.1, client.leave.set)
+    client = make_client(ScriptedGenerator(hang=True), keep_alive_s=0.02)
+    client.leave_after = b": keep-alive\n\n"
     reply = await client.chat(stream=True)
     assert reply.status == 200
-    assert reply.body.count(b": keep-alive\n\n") >= 3
+    quiet = make_client(ScriptedGenerator(answer=lambda request: [], hang=True), keep_alive_s=0.02)
+    quiet.leave_after = b": keep-alive\n\n"
+    assert (await quiet.chat(stream=True)).body == b": keep-alive\n\n" * 3
 
 
 async def test_an_error_after_a_keep_alive_is_an_event() -> None:
@@ -446,11 +476,15 @@ async def test_one_bad_prompt_fails_the_whole_request() -> None:
 
 
 @STREAM
-@pytest.mark.parametrize("prompt", ["The quick fox \U0001f389", ids("The quick fox \U0001f389")], ids=["text", "ids"])
+@pytest.mark.parametrize(
+    "prompt", ["The quick fox \U0001f389", ids("The quick fox \U0001f389")], ids=["text", "ids"]
+)
 async def test_echo_no_extra_token(stream: bool, prompt: Any) -> None:
     generator = ScriptedGenerator()
     fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    reply = await make_client(generator).complete(prompt=prompt, echo=True, max_tokens=0, stream=stream, **fields)
+    reply = await make_client(generator).complete(
+        prompt=prompt, echo=True, max_tokens=0, stream=stream, **fields
+    )
     assert text_of(reply, stream) == "The quick fox \U0001f389"
     usage = reply.chunks[-1]["usage"] if stream else reply.json["usage"]
     assert usage["completion_tokens"] == 0
@@ -496,15 +530,34 @@ async def test_assistant_with_tool_calls() -> None:
 async def test_content_parts_equal_text() -> None:
     client = make_client(ScriptedGenerator(answer=echo_prompt))
     parts = [{"type": "text", "text": "Hello"}]
-    one, other = [(await client.chat(messages=[{"role": "user", "content": c}])).json for c in ("Hello", parts)]
+    one, other = [
+        (await client.chat(messages=[{"role": "user", "content": c}])).json for c in ("Hello", parts)
+    ]
     assert one["usage"] == other["usage"]
     assert one["choices"] == other["choices"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "status"), [("required", 400), ("auto", 400), (None, 400), ("none", 200)]
+)
+async def test_tool_reason_matches_calls(choice: str | None, status: int) -> None:
+    """Tools are not supported: refused where a call could come, an ordinary answer where none may."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    reply = await make_client().chat(tools=tools, tool_choice=choice)
+    assert reply.status == status
+    if status == 400:
+        assert reply.json["error"]["param"] == "tools"
+    else:
+        assert reply.json["choices"][0]["finish_reason"] == "stop"
+        assert "tool_calls" not in reply.json["choices"][0]["message"]
 
 
 async def test_unusual_roles() -> None:
     client = make_client(ScriptedGenerator(answer=echo_prompt))
     user = {"role": "user", "content": "x"}
-    replies = [await client.chat(messages=[{"role": r, "content": "y"}, user]) for r in ("developer", "system")]
+    replies = [
+        await client.chat(messages=[{"role": r, "content": "y"}, user]) for r in ("developer", "system")
+    ]
     assert [reply.status for reply in replies] == [200, 200]
     assert replies[0].json["usage"] == replies[1].json["usage"]
 
@@ -532,17 +585,47 @@ async def test_max_completion_tokens() -> None:
 
 
 @BOTH
-@STREAM
-async def test_max_tokens_one_text(endpoint: str, stream: bool) -> None:
-    """Cases max_tokens_one_text and max_tokens_one_exact."""
+async def test_max_tokens_one_text(endpoint: str) -> None:
+    reply = await ask(make_client(), endpoint, max_tokens=1)
+    assert text_of(reply, stream=False) == "Hel"
+    assert reply.json["usage"]["completion_tokens"] == 1
+    assert reply.json["choices"][0]["finish_reason"] == "length"
+
+
+@BOTH
+async def test_max_tokens_one_exact(endpoint: str) -> None:
     client = make_client()
-    longer = text_of(await ask(client, endpoint, stream=stream), stream)
-    fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
-    reply = await ask(client, endpoint, stream=stream, max_tokens=1, **fields)
-    assert longer.startswith(text_of(reply, stream) or "?")
-    usage = reply.chunks[-1]["usage"] if stream else reply.json["usage"]
-    assert usage["completion_tokens"] == 1
-    assert (reply.reasons() if stream else [reply.json["choices"][0]["finish_reason"]]) == ["length"]
+    longer = (await ask(client, endpoint, stream=True)).text()
+    reply = await ask(client, endpoint, stream=True, max_tokens=1, stream_options={"include_usage": True})
+    assert longer.startswith(reply.text() or "?")
+    assert reply.chunks[-1]["usage"]["completion_tokens"] == 1
+    assert reply.reasons() == ["length"]
+
+
+async def test_salt_isolates() -> None:
+    """The salt reaches the generator as its own field, never as part of the prompt."""
+    generator = ScriptedGenerator()
+    client = make_client(generator)
+    for salt in ("a", "b", None):
+        await client.complete(cache_salt=salt)
+    assert [request.cache_salt for request in generator.requests] == ["a", "b", ""]
+    assert len({request.prompt.tobytes() for request in generator.requests}) == 1
+
+
+@STREAM
+async def test_a_stop_token_is_no_part_of_the_text(stream: bool) -> None:
+    """The engine ends on it and counts it; so with EOS, also one the tokenizer does not call special."""
+    answer = ids("one two")
+    generator = ScriptedGenerator(answer=lambda request: answer)
+    eos = tiny_model()
+    model = dataclasses.replace(eos, eos_ids=frozenset(answer[-1:]))
+    shown = "one two".removesuffix(eos.tokenizer.decode(answer[-1:]))
+    by_eos = await make_client(generator, [model]).chat(stream=stream)
+    by_id = await make_client(generator).chat(stream=stream, stop_token_ids=answer[-1:])
+    ignored = await make_client(generator, [model]).chat(stream=stream, ignore_eos=True)
+    assert [text_of(reply, stream) for reply in (by_eos, by_id, ignored)] == [shown, shown, "one two"]
+    if not stream:
+        assert by_id.json["usage"]["completion_tokens"] == len(answer)
 
 
 @STREAM
@@ -582,9 +665,13 @@ async def test_logprobs_stream_complete(per_step: int) -> None:
     answer = ids("one \U0001f389 two three")
     client = make_client(ScriptedGenerator(answer=lambda request: answer, per_step=per_step))
     for stop in (None, ["two"]):
-        reply = await client.chat(stream=True, logprobs=True, stop=stop, stream_options={"include_usage": True})
+        reply = await client.chat(
+            stream=True, logprobs=True, stop=stop, stream_options={"include_usage": True}
+        )
         *chunks, usage = reply.chunks
-        entries = [e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]]
+        entries = [
+            e for c in chunks if c["choices"][0]["logprobs"] for e in c["choices"][0]["logprobs"]["content"]
+        ]
         assert len(entries) == usage["usage"]["completion_tokens"]
         if stop is None:
             assert b"".join(bytes(e["bytes"]) for e in entries).decode() == reply.text()
@@ -623,7 +710,8 @@ async def test_one_access_record_a_generation(caplog: pytest.LogCaptureFixture) 
     good, bad = [json.loads(r.getMessage()) for r in caplog.records if r.name == "kvrelay.access"]
     assert good["request_id"] == bad["request_id"] == "r1"
     assert (good["status"], good["finish"], good["error"]) == (200, "stop", None)
-    assert (good["prompt_tokens"], good["completion_tokens"], good["cached_tokens"]) == (3, 5, 1)
+    assert good["prompt_tokens"] == len(ids("one two"))
+    assert (good["completion_tokens"], good["cached_tokens"]) == (len(ids("Hello, world!")), 1)
     assert 0 <= good["ttft_s"] <= good["duration_s"]
     assert (good["prefill_worker"], good["decode_worker"]) == ("prefill-1", "decode-1")
     assert (bad["status"], bad["error"], bad["completion_tokens"]) == (404, "model_not_found", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.detokenize import Detokenizer
@@ -37,6 +37,7 @@ stops = st.lists(st.text(alphabet="ab\u20ac\U0001f389", min_size=1, max_size=5),
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(letters, stops, sizes)
 @example("aabaab", ["aabaaa", "abaab"], [1])
 @example("abab", ["abab", "bab", "ab"], [2])
@@ -47,12 +48,14 @@ def test_any_split_equals_the_reference(text: str, stop: list[str], sizes: list[
     assert detokenizer.stopped == (got != text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, tiny_tokenizer().vocab_size - 1), max_size=30), stops, sizes)
 def test_any_tokens_equal_the_reference(tokens: list[int], stop: list[str], sizes: list[int]) -> None:
     """Also bytes that are no UTF-8: U+FFFD as in a decode of the whole."""
     assert run(tokens, stop, sizes)[0] == cut(tiny_tokenizer().decode(tokens), stop)
 
 
+@settings(deadline=None)
 @given(letters, sizes)
 def test_nothing_is_held_back_without_need(text: str, sizes: list[int]) -> None:
     """Without stop strings only an incomplete character waits."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import mmap
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -14,6 +15,7 @@ from serving.engine.base import BlockId, KVMemory
 from serving.errors import PeerGone, TransferError, TransferTimeout
 from serving.kv.io import KvIo
 from serving.kv.local import LocalTransfer, Switchboard
+from serving.kv.prefault import SLICE_BYTES, Prefault
 from serving.kv.transfer import PeerInfo
 
 BLOCK_BYTES, N_BLOCKS = 64, 8
@@ -168,6 +170,24 @@ async def test_idle_thread_costs_nothing(ends: Ends) -> None:
     before = time.process_time()
     await asyncio.sleep(1.0)
     assert time.process_time() - before < 0.01
+
+
+async def test_expected_blocks_keep_their_content(ends: Ends) -> None:
+    memory = ends.theirs.memory
+    assert memory is not None
+    ends.theirs.expect([BlockId(0), BlockId(3), BlockId(0)])
+    await asyncio.sleep(0.01)
+    assert block_of(memory, 3) == b"\7" * BLOCK_BYTES
+
+
+def test_prefault_works_in_slices_and_once() -> None:
+    block_bytes = SLICE_BYTES // 2
+    buffer = mmap.mmap(-1, block_bytes * 5)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    prefault = Prefault(KVMemory(address, block_bytes, 5, owner=buffer))
+    blocks = [BlockId(block) for block in (4, 0, 1, 2)]
+    assert prefault.touch(blocks) == [1, 2]
+    assert prefault.touch(blocks) == []  # the first two are done, so the slice reaches to the end
 
 
 async def test_attention_is_given_and_taken_back(ends: Ends) -> None:

@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.engine.base import Capabilities
 from serving.errors import ContextLengthExceeded, InvalidRequest, RequestError, UnsupportedFeature
-from serving.openai import chat_messages, parse_chat, parse_completion, sampling_params
+from serving.messages import template_messages
+from serving.openai import parse_chat, parse_completion, sampling_params
 from tests.tiny_tokenizer import tiny_model
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -213,11 +214,18 @@ def test_bad_json(body: bytes) -> None:
 @pytest.mark.parametrize("field", [b"temperature", b"top_p", b"presence_penalty", b"max_tokens"])
 def test_temperature_nan(field: bytes, number: bytes) -> None:
     with pytest.raises(InvalidRequest):
-        parse_chat(b'{"model": "m", "messages": [{"role":"user","content":"x"}], "' + field + b'": ' + number + b"}")
+        parse_chat(
+            b'{"model": "m", "messages": [{"role":"user","content":"x"}], "'
+            + field
+            + b'": '
+            + number
+            + b"}"
+        )
     with pytest.raises(InvalidRequest):
         parse_completion(b'{"model": "m", "prompt": "p", "' + field + b'": ' + number + b"}")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_no_bytes_escape_the_door(body: bytes) -> None:
     for parse in (parse_chat, parse_completion):
@@ -226,13 +234,21 @@ def test_no_bytes_escape_the_door(body: bytes) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
 
 
-@given(st.sampled_from([field for field, _ in BAD_IN_BOTH] + ["messages", "prompt", "tools", "logprobs"]), json_values)
+@settings(deadline=None)
+@given(
+    st.sampled_from([field for field, _ in BAD_IN_BOTH] + ["messages", "prompt", "tools", "logprobs"]),
+    json_values,
+)
 def test_any_value_of_any_field_is_taken_or_refused(field: str, value: Any) -> None:
     for parse, base in ((parse_chat, {"messages": HELLO}), (parse_completion, {"prompt": "p"})):
         try:
@@ -258,7 +274,15 @@ def test_error_body_bounded() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [{"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, {"schema": {}}, "json", 5, [], {"type": 1}],
+    [
+        {"type": "json_schema"},
+        {"type": "json_schema", "json_schema": {}},
+        {"schema": {}},
+        "json",
+        5,
+        [],
+        {"type": 1},
+    ],
     ids=str,
 )
 def test_response_format_malformed_400(value: Any) -> None:
@@ -274,7 +298,14 @@ def test_bad_guided_regex_survives() -> None:
 
 
 def test_unknown_fields_accepted() -> None:
-    chat(user="u", metadata={"a": "b"}, store=True, service_tier="auto", vendor={"deep": [1, {}]}, verbosity="low")
+    chat(
+        user="u",
+        metadata={"a": "b"},
+        store=True,
+        service_tier="auto",
+        vendor={"deep": [1, {}]},
+        verbosity="low",
+    )
     completion(user="u", metadata={"a": "b"}, vendor=[1])
 
 
@@ -293,7 +324,17 @@ def test_neutral_values_of_refused_fields_are_accepted() -> None:
 
 
 def test_null_means_the_default() -> None:
-    fields = ["max_tokens", "temperature", "top_p", "stop", "seed", "logprobs", "stream", "stream_options", "n"]
+    fields = [
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "stop",
+        "seed",
+        "logprobs",
+        "stream",
+        "stream_options",
+        "n",
+    ]
     body = chat(**dict.fromkeys(fields))
     assert sampling_params(body, tiny_model(), 10).temperature == 1.0
 
@@ -413,24 +454,31 @@ def test_what_the_engine_lacks_is_refused(fields: dict[str, Any], param: str) ->
     with pytest.raises(UnsupportedFeature) as caught:
         sampling_params(chat(**fields), model, 10)
     assert caught.value.param == param
-    neutral = chat(presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logprobs=False, logit_bias={})
+    neutral = chat(
+        presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logprobs=False, logit_bias={}
+    )
     sampling_params(neutral, model, 10)
 
 
 def test_content_parts_equal_text() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    assert chat_messages(chat(messages=[{"role": "user", "content": parts}])) == chat_messages(chat())
+    assert template_messages(
+        chat(messages=[{"role": "user", "content": parts}]).messages
+    ) == template_messages(chat().messages)
 
 
 def test_tool_content_stays_text() -> None:
     messages = [*HELLO, {"role": "tool", "tool_call_id": "c1", "content": "[1, 2, 3]"}]
-    assert chat_messages(chat(messages=messages))[1]["content"] == "[1, 2, 3]"
+    assert template_messages(chat(messages=messages).messages)[1]["content"] == "[1, 2, 3]"
 
 
 def test_assistant_with_tool_calls() -> None:
     """Arguments are JSON text on the wire and an object in templates; anything else is passed as it is."""
-    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": a}} for a in ('{"x": 1}', "{")]
+    calls = [
+        {"id": "c", "type": "function", "function": {"name": "f", "arguments": a}}
+        for a in ('{"x": 1}', "{")
+    ]
     message = {"role": "assistant", "content": None, "tool_calls": calls}
-    (_, rendered) = chat_messages(chat(messages=[*HELLO, message]))
+    (_, rendered) = template_messages(chat(messages=[*HELLO, message]).messages)
     assert rendered["content"] == ""
     assert [c["function"]["arguments"] for c in rendered["tool_calls"]] == [{"x": 1}, "{"]

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.detokenize import LogprobEntry, TokenText
@@ -42,6 +42,7 @@ def parse(event: bytes) -> Any:
 
 
 @BOTH
+@settings(deadline=None)
 @given(text=st.text())
 def test_any_text_survives(endpoint: Endpoint, text: str) -> None:
     choice = parse(ChunkWriter(envelope(endpoint), 3, with_usage=False).text(text))["choices"][0]
@@ -55,7 +56,12 @@ def test_any_text_survives(endpoint: Endpoint, text: str) -> None:
 def test_every_chunk_has_its_keys(endpoint: Endpoint, with_usage: bool) -> None:
     writer = ChunkWriter(envelope(endpoint), 0, with_usage=with_usage)
     entries = [LogprobEntry(TokenText("x", b"x", -1.0), [])]
-    events = [writer.start(), writer.text("x"), writer.text_with_logprobs("x", entries), writer.finish(FinishReason.STOP)]
+    events = [
+        writer.start(),
+        writer.text("x"),
+        writer.text_with_logprobs("x", entries),
+        writer.finish(FinishReason.STOP),
+    ]
     for event in filter(None, events):
         chunk = parse(event)
         assert chunk["id"] == "id-1"
@@ -68,7 +74,9 @@ def test_every_chunk_has_its_keys(endpoint: Endpoint, with_usage: bool) -> None:
 
 @BOTH
 def test_the_finish_stands_alone(endpoint: Endpoint) -> None:
-    (choice,) = parse(ChunkWriter(envelope(endpoint), 0, with_usage=False).finish(FinishReason.LENGTH))["choices"]
+    (choice,) = parse(ChunkWriter(envelope(endpoint), 0, with_usage=False).finish(FinishReason.LENGTH))[
+        "choices"
+    ]
     assert choice["finish_reason"] == "length"
     assert choice.get("delta") == {} if endpoint is Endpoint.CHAT else choice["text"] == ""
 

@@ -316,6 +316,33 @@ def test_variants_of_the_shapes_equal_generate(
     assert generated(sequence) == expected(tmp_path, prompts()[4])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cuda_equals_generate(model_dirs: dict[str, Path], shape: str) -> None:
+    """The same code on a GPU: mixed batch, chunks, a prefix, sampling; memory is VRAM."""
+    config = EngineConfig(dtype="float32", block_tokens=16, kv_bytes=1 << 20, device="cuda")
+    loop = Loop(TorchRunner(config, model_dirs[shape]))
+    assert loop.runner.memory.kind == "VRAM"
+    sequences = [loop.add(prompt) for prompt in prompts()]
+    loop.drain(sequences, chunk=64)
+    again = loop.add(prompts()[1])
+    again.blocks, again.computed = sequences[1].blocks[:3], 3 * BLOCK
+    loop.drain([again])
+    for sequence, prompt in zip([*sequences, again], [*prompts(), prompts()[1]], strict=True):
+        assert generated(sequence) == expected(model_dirs[shape], prompt)
+    on_cpu = Loop(runner_for(model_dirs[shape]))
+    params = SamplingParams(
+        max_tokens=NEW, seed=3, temperature=0.9, top_p=0.9, top_k=50, min_p=0.01, frequency_penalty=0.3,
+        repetition_penalty=1.2, logit_bias={8: 1.0}, min_tokens=4, logprobs=2,
+    )  # fmt: skip
+    streams = []
+    for each in (loop, on_cpu):
+        sampled = each.add(prompts()[2], params)
+        each.drain([sampled, each.add(prompts()[3])])
+        streams.append(generated(sampled))
+    assert streams[0] == streams[1]
+
+
 def test_too_little_memory_is_refused(model_dirs: dict[str, Path]) -> None:
     with pytest.raises(StartError, match=r"engine\.kv_bytes = 65536: room for \d blocks"):
         TorchRunner(EngineConfig(dtype="float32", block_tokens=128, kv_bytes=1 << 16), model_dirs["llama"])
