@@ -10,7 +10,8 @@ alternating rounds, so that a noisy machine disturbs both:
     prefill  one prompt of 512 tokens to its first token (in one chunk).
 
 `--json` prints one object: tokens per second by batch, and `ratio`, engine / generate. Both follow from the
-lower quartile of the step times of all rounds, which other work on the machine moves least. Without it: a table.
+lower quartile of the step times of all rounds, which other work on the machine moves least. Without it a
+table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the overhead benchmark compares with: the same paced tokens over a plain Serve DeploymentHandle stream.
+"""What the overhead benchmark compares with: the same paced tokens over a plain DeploymentHandle stream.
 
 A worker deployment with a step loop on the same time grid, a raw ASGI ingress in front of it, and between
 them a streaming handle call per request, one item a token: how Serve's documentation does it.

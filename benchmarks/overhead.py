@@ -3,9 +3,9 @@
     python -m benchmarks.overhead [--json] [--quick]
 
 Prefill and decode on separate workers, hand-off over NIXL, tokenizer, chat template, detokeniser, request
-checks and metrics all real; the client is a process of its own with ordinary sockets. CPU is that of every
-process of the cluster, Ray's daemons included. Beside it, in alternating rounds on Rays of their own, the same
-paced load over a plain DeploymentHandle stream: with Serve's defaults, and with the flags we use.
+checks and metrics all real; the client is a process of its own with ordinary sockets. CPU is that of
+every process of the cluster, Ray's daemons included. Beside it, in alternating rounds on Rays of their
+own, the same paced load over a plain DeploymentHandle stream: with Serve's defaults, and with our flags.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def application(import_path: str, args: dict[str, Any]) -> dict[str, Any]:
     return {
         "proxy_location": "HeadOnly",
         "logging_config": {"enable_access_log": False},
-        "applications": [
-            {"name": "llm", "route_prefix": "/", "import_path": import_path, "args": args}
-        ],
+        "applications": [{"name": "llm", "route_prefix": "/", "import_path": import_path, "args": args}],
     }
 
 
@@ -86,9 +84,7 @@ def load(cluster: LocalCluster, model: str, **options: float) -> dict[str, Any]:
 
 
 def paced(cluster: LocalCluster, model: str, streams: int, tokens: int) -> dict[str, Any]:
-    result = load(
-        cluster, model, connections=streams, tokens=tokens, ramp_s=RAMP_S, period_ms=PERIOD_MS
-    )
+    result = load(cluster, model, connections=streams, tokens=tokens, ramp_s=RAMP_S, period_ms=PERIOD_MS)
     return {
         "on_time": result["on_time"],
         "offered_tok_s": streams * 1e3 / PERIOD_MS,

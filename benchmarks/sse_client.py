@@ -101,9 +101,9 @@ def request_bytes(path: str, body: dict[str, Any]) -> bytes:
 def lateness_ms(stream: Stream, period_s: float) -> list[float]:
     """How late each decode token came, against the worker's own schedule.
 
-    A paced worker emits on multiples of `period_s` of CLOCK_MONOTONIC and never skips one, so the slot of the
-    first decode token is the latest multiple that no token of the stream precedes; token i is due i slots
-    later. The first token (prefill's) is on no schedule.
+    A paced worker emits on multiples of `period_s` of CLOCK_MONOTONIC and never skips one, so the slot of
+    the first decode token is the latest multiple that no token of the stream precedes; token i is due i
+    slots later. The first token (prefill's) is on no schedule.
     """
     times: list[float] = []
     for at_s, tokens in stream.arrivals:

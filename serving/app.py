@@ -25,7 +25,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     config = load_config(args)
     running = running_targets()
-    control = Control.bind(args)
+    control = Control.bind(args)  # type: ignore[attr-defined]
     pools = {}
     for model in config.models:
         for variant in model.variants:
@@ -35,9 +35,18 @@ def build(args: dict[str, Any]) -> Application:
                 ("decode", variant.decode, decode_deployment),
             ):
                 name = deployment_name(model.name, variant.name, role)
-                replicas = min(max(running.get(name, 0), pool.replicas, pool.min_replicas), pool.max_replicas)
+                wanted = max(running.get(name, 0), pool.replicas, pool.min_replicas)
+                replicas = min(wanted, pool.max_replicas)
                 handles.append(
-                    deployment(name, args, model.name, variant, replicas, control, config.deadlines)
+                    deployment(
+                        name=name,
+                        args=args,
+                        model=model.name,
+                        variant=variant,
+                        replicas=replicas,
+                        control=control,
+                        deadlines=config.deadlines,
+                    )
                 )
             pools[model.name, variant.name] = (handles[0], handles[1])
     frontend = Frontend.options(  # type: ignore[attr-defined]

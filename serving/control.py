@@ -37,7 +37,7 @@ _NAMESPACE = b"kvrelay"
 class Control:
     """See control_host.py. The methods below are control calls: seldom, through a handle."""
 
-    async def __init__(self, args: dict[str, Any]) -> None:
+    async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         log_to_stderr()
         config = load_config(args)
         self._store_key = f"settings:{application_name()}".encode()

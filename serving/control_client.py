@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from serving.errors import ConfigError, LinkError
@@ -97,10 +98,8 @@ class ControlClient:
             if waiting is not None and not waiting.done():
                 waiting.set_result(message.families)
         elif isinstance(message, Settings):
-            try:
+            with contextlib.suppress(ConfigError):  # a newer Control's settings: ours stay as they are
                 self._on_settings(parse_settings(message.values))
-            except ConfigError:
-                pass  # a newer Control's settings; ours stay as they are
 
     def on_lost(self, link: Link, reason: str) -> None:
         for waiting in self._scrapes.values():

@@ -80,9 +80,7 @@ class KVRelayError(Exception):
     type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

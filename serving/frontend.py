@@ -35,7 +35,7 @@ Pools = dict[tuple[str, str], tuple[DeploymentHandle, DeploymentHandle]]
 class Frontend:
     """`pools`: (model, variant) -> handles of its prefill and decode deployments, for membership only."""
 
-    async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:
+    async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:  # type: ignore[misc]
         log_to_stderr()
         config = load_config(args)
         served = {}

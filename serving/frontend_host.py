@@ -14,7 +14,7 @@ from kvrouter.policies.least_work import LeastWork
 from serving.api import Api
 from serving.config import AppConfig
 from serving.control_client import ControlClient
-from serving.coordinator import Coordinator, WorkerEntry
+from serving.coordinator import Coordinator
 from serving.errors import ModelNotFound
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest, Sink, Ticket
@@ -22,6 +22,7 @@ from serving.link import Identity
 from serving.live_settings import LiveSettings
 from serving.metrics import Registry, render
 from serving.registry import Members
+from serving.run import WorkerEntry
 from serving.served_model import ServedModel
 from serving.variant_links import VariantLinks
 from serving.wire import Register

@@ -54,7 +54,7 @@ class Ticket(Protocol):
     info: GenerationInfo
 
     def cancel(self) -> None:
-        """End it upstream, free everything; the sink gets no further call. Idempotent, also after the end."""
+        """End it upstream and free everything; the sink gets no further call. Idempotent."""
 
 
 class Generator(Protocol):

@@ -26,6 +26,8 @@ def load_profile(profile: str | SimProfile | None) -> SimProfile:
         return msgspec.json.decode(path.read_bytes(), type=SimProfile)
     except FileNotFoundError:
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json"))) or "none"
-        raise ConfigError(f"engine.profile = {profile!r}: no such profile; in {path.parent}: {known}") from None
+        raise ConfigError(
+            f"engine.profile = {profile!r}: no such profile; in {path.parent}: {known}"
+        ) from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"engine.profile = {profile!r}: {error}") from None

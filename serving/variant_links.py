@@ -12,10 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrouter.router import Router, WorkerView
-from serving.coordinator import Coordinator, WorkerEntry
+from serving.coordinator import Coordinator
 from serving.kept_link import KeptLink
 from serving.link import Identity, Link
 from serving.registry import Members
+from serving.run import WorkerEntry
 from serving.wire import AnyMessage, PeerAddress, Peers, SnapshotRequest, Step
 
 log = logging.getLogger("kvrelay.frontend")

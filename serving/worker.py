@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serving.config import AppConfig, Deadlines, PoolConfig, Variant, load_config
+from serving.config import AppConfig, Deadlines, Variant, load_config
 from serving.control_client import ControlClient
 from serving.engine.base import Engine
 from serving.engine.factory import build_engine
@@ -36,7 +36,7 @@ DRAIN_POLL_S = 0.05
 class Worker:
     """A Serve deployment is made of it by `worker_deployment`."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]
         self, args: dict[str, Any], model: str, variant: str, role: str, control: DeploymentHandle
     ) -> None:
         log_to_stderr()
@@ -108,12 +108,12 @@ def worker_deployment(
     model: str,
     variant: Variant,
     role: str,
-    pool: PoolConfig,
     replicas: int,
     control: Any,
     deadlines: Deadlines,
 ) -> Any:
-    """The bound deployment of one pool."""
+    """The bound deployment of one pool; `role` is prefill or decode."""
+    pool = variant.prefill if role == "prefill" else variant.decode
     options: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.gpus}
     if pool.labels:
         options["label_selector"] = pool.labels

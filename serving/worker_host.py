@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from decode.role import DecodeRole
@@ -23,6 +23,7 @@ from serving.kv.peer_link import PeerLinks
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
 from serving.metrics import Registry
+from serving.outbox import Outbox
 from serving.wire import (
     AnyMessage,
     Attach,
@@ -43,8 +44,6 @@ from serving.wire import (
     Step,
     Stored,
     Submit,
-    Tokens,
-    pack_u32,
     pack_u64,
     unpack_u32,
 )
@@ -62,33 +61,6 @@ class _Chains:
 
     link: Link
     runs: list[StoredRun]
-
-
-@dataclass(slots=True)
-class _Outbox:
-    """What one frontend gets with the next frame."""
-
-    attempts: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    begun: list[Begun] = field(default_factory=list)
-    ended: list[Ended] = field(default_factory=list)
-
-    def frame(self, events: Events | None, load: LoadReport | None) -> Step | None:
-        if not (self.tokens or self.begun or self.ended or events or load):
-            return None
-        tokens = None
-        if self.tokens:
-            tokens = Tokens(pack_u64(self.attempts), pack_u32(self.positions), pack_u32(self.tokens))
-        return Step(
-            tokens=tokens,
-            logprobs=self.logprobs or None,
-            begun=self.begun or None,
-            ended=self.ended or None,
-            events=events,
-            load=load,
-        )
 
 
 class WorkerHost:
@@ -258,7 +230,7 @@ class WorkerHost:
         )
 
     def _cancel(self, attempt: AttemptId) -> None:
-        """In whatever state; a prefill that was handed over is no frontend's any more, but its lease may be."""
+        """In whatever state; of a prefill that was handed over the lease may be left."""
         if self._modes.get(attempt, Mode.PREFILL) is Mode.PREFILL:
             self.prefill.cancel(attempt)
             self.engine.cancel(attempt)
@@ -295,7 +267,7 @@ class WorkerHost:
         """Everything that queued up becomes one frame per frontend."""
         self._flush_due = False  # first: what comes from now on schedules a turn of its own
         outputs = self._outputs
-        outboxes = {link: _Outbox() for link in self._frontends}
+        outboxes = {link: Outbox() for link in self._frontends}
         stored: list[Stored] = []
         removed: list[int] = []
         while outputs:
@@ -303,7 +275,7 @@ class WorkerHost:
             if isinstance(output, _Chains):
                 # What was told before it leaves first, so that later events continue the snapshot.
                 self._send(outboxes, stored, removed)
-                outboxes = {link: _Outbox() for link in self._frontends}
+                outboxes = {link: Outbox() for link in self._frontends}
                 stored, removed = [], []
                 chains = [Stored(run.parent, pack_u64(list(run.hashes))) for run in output.runs]
                 output.link.send(Snapshot(self._event_seq, chains))
@@ -315,7 +287,7 @@ class WorkerHost:
             self._last = Beat(output.load.step, output.load.runnable)
         self._send(outboxes, stored, removed)
 
-    def _send(self, outboxes: dict[Link, _Outbox], stored: list[Stored], removed: list[int]) -> None:
+    def _send(self, outboxes: dict[Link, Outbox], stored: list[Stored], removed: list[int]) -> None:
         events = None
         if stored or removed:
             self._event_seq += 1
@@ -326,7 +298,7 @@ class WorkerHost:
             if frame is not None:
                 link.send(frame)
 
-    def _sort(self, output: StepOutput, outboxes: dict[Link, _Outbox]) -> None:
+    def _sort(self, output: StepOutput, outboxes: dict[Link, Outbox]) -> None:
         owners = self._owners
         if len(outboxes) == 1 and not output.logprobs:
             outbox = next(iter(outboxes.values()))
@@ -362,7 +334,7 @@ class WorkerHost:
         for reserved in output.reserved:
             self.decode.on_reserved(reserved)
 
-    def _ended(self, outboxes: dict[Link, _Outbox], attempt: AttemptId, ended: Ended) -> None:
+    def _ended(self, outboxes: dict[Link, Outbox], attempt: AttemptId, ended: Ended) -> None:
         link = self._owners.get(attempt)
         self._forget(attempt)
         if link in outboxes:

@@ -105,9 +105,7 @@ class LeastWork:
     def in_flight(self) -> int:
         return len(self._bookings)
 
-    def _best(
-        self, role: str, request: RouterRequest, reasons: dict[str, dict[str, float]]
-    ) -> str | None:
+    def _best(self, role: str, request: RouterRequest, reasons: dict[str, dict[str, float]]) -> str | None:
         prompt = len(request.tokens)
         best: list[str] = []
         best_cost = float("inf")

@@ -1,1 +1,1 @@
-"""KV blocks: the pool that owns them, the leases that pin them, the transfers that move them. No HTTP, no Ray."""
+"""KV blocks: the pool that owns them, leases that pin them, transfers that move them. No HTTP, no Ray."""

@@ -9,12 +9,13 @@ import pytest
 from kvrouter.policies.least_work import LeastWork
 from kvrouter.router import WorkerView
 from serving.config import Deadlines
-from serving.coordinator import MAX_PLACEMENTS, Coordinator, WorkerEntry
+from serving.coordinator import MAX_PLACEMENTS, Coordinator
 from serving.engine.base import FinishReason, Mode, SamplingParams
 from serving.errors import DeadlineExceeded, EngineFailure, NoWorker, Overloaded, WorkerLost
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import CollectedText, GenerationRequest
 from serving.metrics import Registry
+from serving.run import WorkerEntry
 from serving.wire import (
     Begun,
     Cancel,
@@ -64,7 +65,10 @@ class Bench:
     def start(self, max_tokens: int = 4, logprobs: int | None = None):
         sink = CollectedText()
         request = GenerationRequest(
-            "r", "m", array("I", [1, 2, 3]), SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs)
+            "r",
+            "m",
+            array("I", [1, 2, 3]),
+            SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs),
         )
         return self.coordinator.start(request, sink), sink
 
@@ -237,9 +241,7 @@ def test_over_the_limit_is_429():
         bench.start()
 
 
-@pytest.mark.parametrize(
-    ("begun", "seconds"), [(False, 30.1), (True, 120.1)], ids=["queue", "prefill"]
-)
+@pytest.mark.parametrize(("begun", "seconds"), [(False, 30.1), (True, 120.1)], ids=["queue", "prefill"])
 def test_a_stage_that_is_too_long_is_tried_again_elsewhere(begun, seconds):
     bench = Bench(prefill=2)
     _, _ = bench.start()

@@ -162,7 +162,7 @@ async def test_a_silent_peer_is_aborted(monkeypatch):
 
 
 async def test_nobody_listening_is_a_link_error():
-    with pytest.raises(LinkError, match="127.0.0.1:9"):
+    with pytest.raises(LinkError, match=r"127\.0\.0\.1:9"):
         await dial("127.0.0.1:9", Identity.fresh("frontend", "f"), KEY, Recorder())
 
 

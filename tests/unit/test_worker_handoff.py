@@ -5,10 +5,10 @@ The simulated engine checks every transferred byte, so an answer means that the 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from array import array
 from collections.abc import AsyncIterator
+from typing import Final
 
 import pytest
 import pytest_asyncio
@@ -24,7 +24,8 @@ from serving.wire import AnyMessage, Cancel, Ended, Handoff, Step, Submit, pack_
 from serving.worker_host import WorkerHost
 from tests.unit.handoff_fakes import until
 
-BLOCK_TOKENS, CHUNK_TOKENS, NEW_TOKENS = 8, 32, 5
+BLOCK_TOKENS: Final = 8
+CHUNK_TOKENS, NEW_TOKENS = 32, 5
 KV_BYTES = 1 << 16
 PROFILE = SimProfile(kv_bytes_per_token=64)
 
@@ -193,12 +194,10 @@ async def test_transfer_post_failure_told(rig: Rig) -> None:
 
 
 async def test_cancel_while_reading_keeps_the_blocks_in_quarantine(rig: Rig) -> None:
-    rig.decode.transfer.faults.hang = True
-    rig.hand_off(1, 40)
-    rig.decode.transfer.faults.hang = False  # the connecting read
+    rig.hand_off(1, 8)  # connects
     await until(lambda: 2 in rig.frontend.ended)
     rig.decode.transfer.faults.hang = True
-    rig.hand_off(3, 40, seed=3)
+    rig.hand_off(3, 36, seed=3)
     await until(lambda: rig.decode.transfer.busy)
     rig.links[rig.decode].send(Cancel(4))
     await until(lambda: rig.decode.engine.block_states().quarantined == 5)

@@ -1,0 +1,97 @@
+"""A request in flight on a frontend: its attempts, what its client already has, and where it stands."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from serving.engine.base import FinishReason, Mode, TokenLogprobs
+from serving.generation import GenerationInfo, GenerationRequest, Sink
+from serving.wire import Message
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEntry:
+    """A linked worker, as the coordinator needs it."""
+
+    ident: str
+    epoch: int
+    address: str
+    send: Callable[[Message], None]
+
+
+class Stage(str, Enum):
+    """Where a run stands; each stage has its own deadline."""
+
+    QUEUE = "queue"  # sent, not yet scheduled
+    PREFILL = "prefill"  # scheduled, no token yet
+    FIRST_DECODE = "first_token"  # prefill's token is out, decode's first is not
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Attempt:
+    ident: int
+    worker: str
+    mode: Mode
+    computed: bool = False  # the prompt is; a prefill attempt is then its reader's business
+
+
+class Run:
+    """A request in flight; the Ticket its client side holds."""
+
+    __slots__ = (
+        "_cancel",
+        "attempts",
+        "deadline_s",
+        "early",
+        "ended",
+        "failed_on",
+        "final",
+        "info",
+        "last_s",
+        "logprobs",
+        "next_position",
+        "pending",
+        "pending_logprobs",
+        "placements",
+        "request",
+        "sent",
+        "sink",
+        "stage",
+        "stage_s",
+        "started_s",
+    )  # fmt: skip
+
+    def __init__(
+        self, request: GenerationRequest, sink: Sink, now_s: float, cancel: Callable[[Run], None]
+    ) -> None:
+        self.request = request
+        self.sink = sink
+        self.info = GenerationInfo()
+        self.attempts: dict[int, Attempt] = {}
+        self.failed_on: set[str] = set()
+        self.placements = 0
+        self.sent: array[int] = array("I")  # generated tokens the sink already has
+        self.next_position = 0
+        self.early: dict[int, tuple[int, TokenLogprobs | None]] = {}  # position -> token that overtook
+        self.pending: list[int] = []  # in order, to be given to the sink with this frame
+        self.pending_logprobs: list[TokenLogprobs] = []
+        self.final: FinishReason | None = None  # the finish waits until the tokens before it are out
+        self.ended = False
+        self.logprobs = request.params.logprobs is not None
+        self.started_s = now_s
+        self.last_s = now_s
+        self.stage = Stage.QUEUE
+        self.stage_s = now_s
+        self.deadline_s = float("inf")
+        self._cancel = cancel
+
+    def cancel(self) -> None:
+        self._cancel(self)
+
+    def enter(self, stage: Stage, now_s: float) -> None:
+        self.stage = stage
+        self.stage_s = now_s
