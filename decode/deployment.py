@@ -1,4 +1,4 @@
-"""The decode pool as a Serve deployment: workers that read a prompt's KV and generate; alone they do both."""
+"""The decode pool as a Serve deployment: workers that read KV and generate; alone they prefill too."""
 
 from __future__ import annotations
 

@@ -203,6 +203,7 @@ class PrefillRole:
         if lease is None:
             self._drop(attempt, "the lease ran out")
             return
+        self._kv_io.attend(attempt)
         blocks = pack_u32([int(block) for block in chunk.blocks[skip:]])
         lease_ms = int(self._lease_s * 1e3)
         first = chunk.first + skip
@@ -241,7 +242,6 @@ class PrefillRole:
         handover.reader, handover.first = link, first
         if not known:
             handover.until_s = self._clock() + self._unknown_s
-        self._kv_io.attend(attempt)
         finished = handover.complete and not handover.pinned
         for chunk in handover.chunks[-1:] if finished else list(handover.chunks):
             if handover.reader is link:

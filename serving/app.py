@@ -29,7 +29,7 @@ def build(args: dict[str, Any]) -> Application:
     pools = {}
     for model in config.models:
         for variant in model.variants:
-            handles = []
+            handles = {}
             for role, pool, deployment in (
                 ("prefill", variant.prefill, prefill_deployment),
                 ("decode", variant.decode, decode_deployment),
@@ -37,18 +37,18 @@ def build(args: dict[str, Any]) -> Application:
                 name = deployment_name(model.name, variant.name, role)
                 wanted = max(running.get(name, 0), pool.replicas, pool.min_replicas)
                 replicas = min(wanted, pool.max_replicas)
-                handles.append(
-                    deployment(
-                        name=name,
-                        args=args,
-                        model=model.name,
-                        variant=variant,
-                        replicas=replicas,
-                        control=control,
-                        deadlines=config.deadlines,
-                    )
+                if replicas == 0:
+                    continue  # Serve deploys no empty pool; decode workers prefill by themselves
+                handles[role] = deployment(
+                    name=name,
+                    args=args,
+                    model=model.name,
+                    variant=variant,
+                    replicas=replicas,
+                    control=control,
+                    deadlines=config.deadlines,
                 )
-            pools[model.name, variant.name] = (handles[0], handles[1])
+            pools[model.name, variant.name] = handles
     frontend = Frontend.options(  # type: ignore[attr-defined]
         num_replicas=config.frontend.replicas,
         graceful_shutdown_timeout_s=config.deadlines.request_ms / 1e3 + 5,

@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from serving.config import SimProfile, load_config
+from serving.engine.factory import engine_capabilities
 from serving.frontend_host import FrontendHost
 from serving.link_key import link_key
 from serving.manifest import resolve_weights
@@ -21,7 +22,7 @@ from serving.sim_profile import load_profile
 
 FIRST_WORKER_S = 600.0  # a replica is ready once a model can be answered: weights may load for long
 
-Pools = dict[tuple[str, str], tuple[DeploymentHandle, DeploymentHandle]]
+Pools = dict[tuple[str, str], dict[str, DeploymentHandle]]
 
 
 @serve.deployment(
@@ -33,7 +34,7 @@ Pools = dict[tuple[str, str], tuple[DeploymentHandle, DeploymentHandle]]
 )
 @serve.ingress()
 class Frontend:
-    """`pools`: (model, variant) -> handles of its prefill and decode deployments, for membership only."""
+    """`pools`: (model, variant) -> role -> handle of its deployment, for membership only."""
 
     async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:  # type: ignore[misc]
         log_to_stderr()
@@ -46,7 +47,12 @@ class Frontend:
                 profile: SimProfile = load_profile(variant.engine.profile)
                 limit = profile.context_tokens
             directory = await asyncio.to_thread(resolve_weights, variant.weights)
-            served[model.name] = load_served_model(model.name, directory, context_tokens=limit)
+            served[model.name] = load_served_model(
+                model.name,
+                directory,
+                context_tokens=limit,
+                capabilities=engine_capabilities(variant),
+            )
         me = replica_identity("frontend")
         self._host = FrontendHost(
             config=config, me=me, key=link_key(config.link, application_name()), served=served
@@ -54,8 +60,8 @@ class Frontend:
         await self._host.start()
         self._tasks: set[asyncio.Task[None]] = set()
         follow_members(control, self._on_control)
-        for (model_name, variant_name), (prefill, decode) in pools.items():
-            for role, handle in (("prefill", prefill), ("decode", decode)):
+        for (model_name, variant_name), handles in pools.items():
+            for role, handle in handles.items():
                 follow_members(handle, partial(self._host.update_pool, model_name, variant_name, role))
         async with asyncio.timeout(FIRST_WORKER_S):
             while self._host.health()[0] != 200:

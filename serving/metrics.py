@@ -110,6 +110,7 @@ class Registry:
     def __init__(self, labels: dict[str, str]) -> None:
         self.labels = labels
         self._metrics: list[Counter | Gauge | Histogram] = []
+        self._before: list[Callable[[], None]] = []
 
     def counter(self, name: str, help: str, label_names: Sequence[str] = ()) -> Counter:
         return self._add(Counter(name, help, label_names))
@@ -126,7 +127,14 @@ class Registry:
         self._metrics.append(metric)
         return metric
 
+    def before_snapshot(self, copy: Callable[[], None]) -> None:
+        """Call `copy` first in every snapshot: for totals that something else counts."""
+        self._before.append(copy)
+
     def families(self) -> list[Family]:
+        """A snapshot."""
+        for copy in self._before:
+            copy()
         return [
             Family(metric.name, metric.type, metric.help, list(metric.samples(self.labels)))
             for metric in self._metrics

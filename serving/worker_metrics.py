@@ -57,6 +57,7 @@ class WorkerMetrics:
                 ("handoff_failures", "Hand-offs that failed, for any reason"),
             )
         }
+        registry.before_snapshot(self._copy_totals)
         registry.gauge("kv_blocks", "KV blocks, by state", self._blocks, ("state",))
         registry.gauge("attempts", "Attempts in flight", lambda: {(): worker.attempts})
         registry.gauge("leases", "KV leases held for readers", lambda: {(): worker.leases})
@@ -70,7 +71,6 @@ class WorkerMetrics:
             self.batch.observe(load.running)
 
     def _blocks(self) -> dict[Labels, float]:
-        self._copy_totals()
         if self.load is None:
             return {}
         blocks = self.load.blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -31,6 +32,15 @@ _CORPUS = [
 
 @cache
 def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer(_source())
+
+
+def save_tiny_tokenizer(directory: Path) -> None:
+    """Beside a model's weights, as a user's directory has it."""
+    _source().save(str(directory / "tokenizer.json"))
+
+
+def _source() -> tokenizers.Tokenizer:
     source = tokenizers.Tokenizer(models.BPE())
     source.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     source.decoder = decoders.ByteLevel()
@@ -42,7 +52,7 @@ def tiny_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     source.train_from_iterator(_CORPUS, trainer)
-    return Tokenizer(source)
+    return source
 
 
 @cache

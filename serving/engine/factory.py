@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 
 from serving.config import Variant
-from serving.engine.base import Engine
+from serving.engine.base import Capabilities, Engine
 from serving.errors import StartError
 from serving.manifest import model_digest, read_model_card, resolve_weights
 from serving.sim_profile import load_profile
 
 # What a simulated model says: one space and one word a token, so that text can be counted back into tokens.
 _PLAIN_WORD = re.compile(rb" [A-Za-z]+")
+
+
+def engine_capabilities(variant: Variant) -> Capabilities:
+    """What the variant's engine can do, known without building it: the door refuses the rest."""
+    if variant.engine.kind == "sim":
+        from serving.engine.sim import CAPABILITIES
+
+        return CAPABILITIES
+    return Capabilities()
 
 
 def build_engine(variant: Variant) -> Engine:

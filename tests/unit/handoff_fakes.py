@@ -22,7 +22,9 @@ from serving.wire import AnyMessage, Handoff, Hello, Message, Submit, decode, en
 
 BLOCK_BYTES, N_BLOCKS = 32, 64
 TOKEN = 42
+A = AttemptId(1)
 OWNER = "owner:1"
+DEADLINES = Deadlines(transfer_ms=5000, prefill_ms=5000, queue_ms=5000)
 
 
 async def until(condition: Callable[[], object], seconds: float = 5) -> None:
@@ -204,6 +206,56 @@ class Reader:
 
     def attached(self) -> bool:
         return any(type(m).__name__ == "Attach" for link in self.links for m in link.sent)
+
+
+class Pair:
+    def __init__(self, deadlines: Deadlines = DEADLINES) -> None:
+        self.board = Switchboard()
+        self.owners = {OWNER: Owner(self.board, DEADLINES)}
+        self.reader = Reader(self.board, deadlines, self.owners)
+
+    @property
+    def owner(self) -> Owner:
+        return self.owners[OWNER]
+
+    async def open(self) -> None:
+        await self.owner.io.open(self.owner.engine.memory)
+        await self.reader.io.open(self.reader.engine.memory)
+
+    async def close(self) -> None:
+        self.reader.transfer.faults.hang = False
+        await self.reader.role.stop()
+        await self.reader.peers.stop()
+        for owner in self.owners.values():
+            await owner.role.stop()
+            await owner.io.close()
+        await self.reader.io.close()
+
+    async def arrives(self) -> None:
+        await until(lambda: self.reader.engine.arrived)
+        await until(lambda: self.owner.role.idle)
+
+    async def fails(self) -> tuple[str, bool]:
+        """Message and retryability of the failure of attempt 1."""
+        await until(lambda: self.reader.failed)
+        [(attempt, message, retryable)] = self.reader.failed
+        assert attempt == A
+        assert A in self.reader.engine.cancelled
+        assert self.reader.engine.arrived == []
+        return message, retryable
+
+    async def reads_hang(self) -> None:
+        """Up to the state in which a read is in flight for attempt 1, the prefill complete."""
+        await self.is_attached()
+        self.reader.transfer.faults.hang = True
+        self.owner.chunk(0, [1, 2], last=True)
+        await until(lambda: self.reader.transfer.busy)
+
+    async def is_attached(self) -> None:
+        self.owner.accept(1)
+        self.reader.accept()
+        self.reader.reserve([11, 12])
+        await until(self.reader.attached)
 
 
 def submit(attempt: int, handoff: Handoff | None = None) -> Submit:

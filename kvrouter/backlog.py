@@ -1,0 +1,121 @@
+"""The prompts one worker has still to compute, in its own order; time works them off. Pure.
+
+Holds what is known by name (the router's own bookings) and lumps what only the worker's reports tell of: work
+that other frontends sent. Times are predictions in milliseconds; `now_s` never goes back.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+__all__ = ["Backlog"]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    due_s: float
+    number: int  # of arrival, for ties
+    left_ms: float
+
+    def __lt__(self, other: _Prompt) -> bool:
+        return (self.due_s, self.number) < (other.due_s, other.number)
+
+
+class Backlog:
+    """See the module docstring. A prompt stays until `remove`, also when it should long be done."""
+
+    def __init__(self) -> None:
+        self._queue: list[_Prompt] = []  # by due_s; those worked off have left_ms 0
+        self._by_attempt: dict[int, _Prompt] = {}
+        self._others_ms = 0.0
+        self._worked_off_s = 0.0  # until when time has been taken into account
+        self._arrivals = 0
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, attempt: int) -> bool:
+        return attempt in self._by_attempt
+
+    def add(self, attempt: int, due_s: float, work_ms: float, now_s: float) -> None:
+        self._work_off(now_s)
+        self._arrivals += 1
+        prompt = _Prompt(due_s, self._arrivals, work_ms)
+        self._by_attempt[attempt] = prompt
+        insort(self._queue, prompt)
+
+    def correct(self, attempt: int, left_ms: float, now_s: float) -> None:
+        """What is left of `attempt` is known better than by prediction; unknown attempts are ignored."""
+        self._work_off(now_s)
+        prompt = self._by_attempt.get(attempt)
+        if prompt is not None:
+            prompt.left_ms = left_ms
+
+    def remove(self, attempt: int) -> None:
+        """Idempotent."""
+        prompt = self._by_attempt.pop(attempt, None)
+        if prompt is not None:
+            self._queue.remove(prompt)
+
+    def set_others(self, work_ms: float, now_s: float) -> None:
+        """What a load report says beyond our own prompts."""
+        self._work_off(now_s)
+        self._others_ms = work_ms
+
+    def cap_own(self, most_ms: float, except_attempts: set[int], now_s: float) -> None:
+        """The worker says less is left than we thought: shorten our prompts, the first ones first.
+
+        `except_attempts` are too new to be in what it says.
+        """
+        self._work_off(now_s)
+        new = {id(self._by_attempt[a]) for a in except_attempts if a in self._by_attempt}
+        known = [p for p in self._queue if id(p) not in new]
+        surplus = sum(p.left_ms for p in known) - most_ms
+        for prompt in known:
+            if surplus <= 0:
+                return
+            cut = min(prompt.left_ms, surplus)
+            prompt.left_ms -= cut
+            surplus -= cut
+
+    def total_ms(self, now_s: float) -> float:
+        """All that is left, whoever sent it."""
+        self._work_off(now_s)
+        return self._others_ms + sum(prompt.left_ms for prompt in self._queue)
+
+    def ahead_ms(self, due_s: float, now_s: float) -> float:
+        """What is computed before a prompt that is due at `due_s` and arrives now.
+
+        Where others' work stands in the order is not known: it counts as ahead.
+        """
+        self._work_off(now_s)
+        ahead = self._others_ms
+        for prompt in self._queue:
+            if prompt.due_s > due_s:
+                break
+            ahead += prompt.left_ms
+        return ahead
+
+    def behind(self, due_s: float, now_s: float) -> int:
+        """How many of our prompts, not done yet, a prompt due at `due_s` makes wait."""
+        self._work_off(now_s)
+        return sum(1 for prompt in self._queue if prompt.due_s > due_s and prompt.left_ms > 0)
+
+    def _work_off(self, now_s: float) -> None:
+        """The worker has computed since the last look: others' work and ours take turns by size."""
+        passed_ms = (now_s - self._worked_off_s) * 1e3
+        if passed_ms <= 0:
+            return
+        self._worked_off_s = now_s
+        if self._others_ms > 0:
+            own_ms = sum(prompt.left_ms for prompt in self._queue)
+            spent = min(self._others_ms, passed_ms * self._others_ms / (self._others_ms + own_ms))
+            self._others_ms -= spent
+            passed_ms -= spent
+        for prompt in self._queue:
+            if prompt.left_ms > passed_ms:
+                prompt.left_ms -= passed_ms
+                return
+            passed_ms -= prompt.left_ms
+            prompt.left_ms = 0.0

@@ -1,0 +1,178 @@
+"""How long a worker takes, learnt while it works: a prompt's prefill and a decode step. Pure.
+
+    T_prefill(u, ctx)  = a + b*u + c*u*(ctx - u/2)     u tokens to compute of a context of ctx
+    T_step(batch, kv)  = d + e*batch + f*kv            kv tokens held by the whole batch
+    T_move(tokens)     = g + h*tokens                  KV over the wire
+
+All in milliseconds. The third term of T_prefill is attention: token i of the context costs in proportion to
+i, and the computed tokens are the last u. DistServe's simulator fits the same forms (simdistserve, profile
+data). Each worker has models of its own, because GPUs, clocks and neighbours differ.
+
+The fit is recursive least squares with forgetting (Ljung, System Identification, section 11.2) on *relative*
+errors, so that a prompt of 50 ms counts as much as one of 5 s. A sample far off what the recent ones let
+expect is left out, since one stall must not bend the model; many such in a row are a change, and are believed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["LinearModel", "MoveModel", "PrefillModel", "StepModel", "WorkerModels"]
+
+FORGETTING = 0.995  # a sample counts half after about 140 more
+PRIOR_WEIGHT = 0.25  # variance of the prior's relative error: (50 %) squared
+GATE = 4.0  # samples further off than this many typical errors are left out
+GATE_FLOOR = 0.10  # but never those within 10 %
+TYPICAL_RATE = 0.1  # of the running mean that says what a typical error is
+BELIEVED_AFTER = 8  # outliers in a row that are a change
+FLOOR_MS = 0.01  # times below this are taken as this, so that relative errors exist
+
+
+class LinearModel:
+    """ms = sum of coefficient * feature; all coefficients >= 0, starting from a prior."""
+
+    def __init__(self, prior: tuple[float, ...]) -> None:
+        """`prior`: from a calibration or a guess. A zero means "believed absent", but may be learnt.
+
+        Raises ValueError on a negative coefficient, or when all are zero.
+        """
+        if min(prior) < 0 or max(prior) == 0:
+            raise ValueError(f"coefficients must be >= 0 and not all 0, got {prior}")
+        self.coefficients = list(prior)
+        self.samples = 0  # taken in
+        self.outliers = 0  # left out
+        self._covariance: list[list[float]] | None = None
+        self._typical = GATE_FLOOR
+        self._off = 0  # outliers since the last good sample
+
+    def ms(self, features: tuple[float, ...]) -> float:
+        return sum(k * x for k, x in zip(self.coefficients, features, strict=True))
+
+    def observe(self, features: tuple[float, ...], ms: float) -> bool:
+        """Learn that `features` took `ms`; False when it was left out as an outlier.
+
+        Nothing can be learnt from times <= 0: they are left out.
+        """
+        if ms <= 0:
+            return False
+        expected = max(self.ms(features), FLOOR_MS)
+        error = (ms - expected) / min(expected, ms)  # symmetric: half and double are equally far
+        size = abs(error)
+        if self._covariance is None:
+            self._covariance = self._spread(features, expected)
+        # The first sample settles the scale, whatever the prior was.
+        elif size > max(GATE * self._typical, GATE_FLOOR):
+            self._off += 1
+            if self._off < BELIEVED_AFTER:
+                self.outliers += 1
+                return False
+            self._covariance = self._spread(features, expected)
+            self._typical = size
+        self._off = 0
+        self._typical += TYPICAL_RATE * (size - self._typical)
+        # Weighting by the larger of both keeps one long sample from dominating a short prediction.
+        scale = max(expected, ms)
+        self._update([x / scale for x in features], (ms - self.ms(features)) / scale)
+        self.samples += 1
+        return True
+
+    def _spread(self, features: tuple[float, ...], expected: float) -> list[list[float]]:
+        """A covariance under which each term may explain a share of the sample's time."""
+        n = len(features)
+        spread = [[0.0] * n for _ in range(n)]
+        for i, (k, x) in enumerate(zip(self.coefficients, features, strict=True)):
+            sd = max(k, 0.1 * expected / x if x > 0 else 0.0)
+            spread[i][i] = PRIOR_WEIGHT * sd * sd * 4.0
+        return spread
+
+    def _update(self, x: list[float], error: float) -> None:
+        p = self._covariance
+        assert p is not None
+        n = len(x)
+        px = [sum(p[i][j] * x[j] for j in range(n)) for i in range(n)]
+        noise = max(self._typical, 0.01) ** 2
+        denominator = FORGETTING * noise + sum(x[i] * px[i] for i in range(n))
+        for i in range(n):
+            # Clamped: a negative cost per token is never right, however the samples fall.
+            self.coefficients[i] = max(0.0, self.coefficients[i] + px[i] / denominator * error)
+        for i in range(n):
+            for j in range(n):
+                p[i][j] = (p[i][j] - px[i] * px[j] / denominator) / FORGETTING
+
+
+@dataclass(slots=True)
+class PrefillModel:
+    """T_prefill of one worker. The prior is an H200-like 20k tokens/s: use a calibration where there is one."""
+
+    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.05, 0.0)))
+
+    def ms(self, uncached: int, context: int) -> float:
+        """Time to compute the last `uncached` tokens of `context`; 0 for none."""
+        if uncached <= 0:
+            return 0.0
+        a, b, c = self.linear.coefficients
+        return a + b * uncached + c * uncached * (context - 0.5 * uncached)
+
+    def observe(self, uncached: int, context: int, ms: float) -> bool:
+        if uncached <= 0:
+            return False
+        return self.linear.observe((1.0, float(uncached), uncached * (context - 0.5 * uncached)), ms)
+
+    @property
+    def ms_per_token(self) -> float:
+        """Of work whose shape is unknown; what lies behind a load report's count."""
+        return self.ms(1024, 1024) / 1024
+
+
+@dataclass(slots=True)
+class StepModel:
+    """T_step of one decode worker, which is the ITL of everyone in its batch."""
+
+    linear: LinearModel = field(default_factory=lambda: LinearModel((10.0, 0.1, 1e-5)))
+
+    def ms(self, batch: int, kv_tokens: int) -> float:
+        d, e, f = self.linear.coefficients
+        return d + e * batch + f * kv_tokens
+
+    def observe(self, batch: int, kv_tokens: int, ms: float) -> bool:
+        if batch <= 0:
+            return False
+        return self.linear.observe((1.0, float(batch), float(kv_tokens)), ms)
+
+
+@dataclass(slots=True)
+class MoveModel:
+    """Moving KV between workers. The prior is 128 KiB per token at 25 GB/s."""
+
+    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.005)))
+
+    def ms(self, tokens: int) -> float:
+        """0 for nothing to move."""
+        if tokens <= 0:
+            return 0.0
+        g, h = self.linear.coefficients
+        return g + h * tokens
+
+    def observe(self, tokens: int, ms: float) -> bool:
+        return tokens > 0 and self.linear.observe((1.0, float(tokens)), ms)
+
+
+@dataclass(slots=True)
+class WorkerModels:
+    """The three models of one worker."""
+
+    prefill: PrefillModel = field(default_factory=PrefillModel)
+    step: StepModel = field(default_factory=StepModel)
+    move: MoveModel = field(default_factory=MoveModel)
+
+    @classmethod
+    def from_priors(
+        cls,
+        prefill: tuple[float, float, float] = (1.0, 0.05, 0.0),
+        step: tuple[float, float, float] = (10.0, 0.1, 1e-5),
+        move: tuple[float, float] = (1.0, 0.005),
+    ) -> WorkerModels:
+        """From calibrated (a, b, c), (d, e, f) and (g, h)."""
+        return cls(
+            PrefillModel(LinearModel(prefill)), StepModel(LinearModel(step)), MoveModel(LinearModel(move))
+        )
