@@ -37,7 +37,7 @@ serve: $(STAMP)  ## serve CONFIG=configs/quickstart.yaml on PORT=8000
 	@exec $(BIN)/kvrelay serve $(CONFIG) --port $(PORT)
 
 test: $(STAMP)  ## all tests; ARGS='tests/unit -k name' for some
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

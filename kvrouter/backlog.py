@@ -7,6 +7,7 @@ that other frontends sent. Times are predictions in milliseconds; `now_s` never 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 __all__ = ["Backlog"]
@@ -96,6 +97,12 @@ class Backlog:
                 break
             ahead += prompt.left_ms
         return ahead
+
+    def left_ms(self, attempts: Iterable[int], due_s: float | None, now_s: float) -> float:
+        """What is left of `attempts`, or of those among them due by `due_s`."""
+        self._work_off(now_s)
+        prompts = [self._by_attempt[a] for a in attempts if a in self._by_attempt]
+        return sum(p.left_ms for p in prompts if due_s is None or p.due_s <= due_s)
 
     def behind(self, due_s: float, now_s: float) -> int:
         """How many of our prompts, not done yet, a prompt due at `due_s` makes wait."""

@@ -176,3 +176,16 @@ class WorkerModels:
         return cls(
             PrefillModel(LinearModel(prefill)), StepModel(LinearModel(step)), MoveModel(LinearModel(move))
         )
+
+    @property
+    def samples(self) -> int:
+        return sum(linear.samples for linear in self._linears())
+
+    def learn_from(self, other: WorkerModels) -> None:
+        """Start from what `other` knows by now; a term it has no samples of stays as it is."""
+        for mine, theirs in zip(self._linears(), other._linears(), strict=True):
+            if theirs.samples:
+                mine.coefficients = list(theirs.coefficients)
+
+    def _linears(self) -> tuple[LinearModel, LinearModel, LinearModel]:
+        return self.prefill.linear, self.step.linear, self.move.linear

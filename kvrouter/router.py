@@ -7,6 +7,7 @@ its bookings are its own and are corrected by the load reports of the workers.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class RouterRequest:
     max_tokens: int  # output still allowed
     session: str | None = None
     avoid: frozenset[str] = frozenset()  # workers that failed it: only when nobody else is left
+    hashes: Sequence[int] | None = None  # of the full blocks of `tokens`; None: the router makes them
+    choice: Choice | None = None  # what `choose` answered last, for `book`
 
 
 @dataclass(slots=True)
@@ -59,6 +62,8 @@ class Choice:
     cached_tokens: int = 0
     predicted_ttft_ms: float | None = None
     predicted_itl_ms: float | None = None
+    pull_from: str | None = None  # worker to read `pull_tokens` of cached prefix from before computing
+    pull_tokens: int = 0
     reasons: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -72,6 +77,12 @@ class Router(Protocol):
 
     def book(self, attempt: int, worker: str, request: RouterRequest, now_s: float) -> None:
         """Count `attempt` as work of `worker` until `release`."""
+
+    def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
+        """The worker starts on the prompt of `attempt` and found `cached_tokens` of it."""
+
+    def computed(self, attempt: int, now_s: float) -> None:
+        """The prompt of `attempt` is computed: its first token is out. Before `progress` or `release`."""
 
     def progress(self, attempt: int, tokens: int) -> None:
         """`attempt` produced `tokens` more tokens (its prompt is computed)."""

@@ -141,7 +141,8 @@ class _Exchange:
         elif path == "/health":
             self._allow("GET", "HEAD")
             status, body = self._api._health()
-            await self._answer(status, orjson.dumps(body))
+            again = [(b"retry-after", b"1")] if status == 503 else []
+            await self._answer(status, orjson.dumps(body), b"application/json", *again)
         elif path == "/metrics":
             self._allow("GET", "HEAD")
             await self._answer(200, await self._api._metrics(), b"text/plain; version=0.0.4; charset=utf-8")

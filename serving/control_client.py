@@ -50,14 +50,18 @@ class ControlClient:
     async def connect(self, address: str) -> None:
         if self._kept is not None and self._kept.address == address:
             return
-        await self.stop()
-        self._kept = KeptLink(address, self._me, self._key, self)
+        # Exchanged before anything is awaited: of two calls at once neither may leave a link behind.
+        old, self._kept = self._kept, KeptLink(address, self._me, self._key, self)
         self._kept.start()
+        if old is not None:
+            await old.stop()
 
     async def stop(self) -> None:
-        if self._kept is not None:
-            await self._kept.stop()
-            self._kept = None
+        """What was counted since the last pull goes along."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.send(MetricsPush(0, self._registry.families()))
+            await kept.stop()
 
     @property
     def connected(self) -> bool:
@@ -67,9 +71,10 @@ class ControlClient:
         """The metrics of the whole application; without Control, its last ones and ours."""
         if self._kept is not None and self._kept.link is not None:
             self._serial += 1
+            serial = self._serial
             waiting: asyncio.Future[list[Family]] = asyncio.get_running_loop().create_future()
-            self._scrapes[self._serial] = waiting
-            self._kept.send(ScrapeRequest(self._serial))
+            self._scrapes[serial] = waiting
+            self._kept.send(ScrapeRequest(serial))
             try:
                 async with asyncio.timeout(SCRAPE_S):
                     self._last = await waiting
@@ -77,7 +82,7 @@ class ControlClient:
             except (TimeoutError, LinkError):
                 pass  # answered below from what we have
             finally:
-                self._scrapes.pop(self._serial, None)
+                self._scrapes.pop(serial, None)
         kind, ident = self._me.kind, self._me.ident
         others = [
             Family(f.name, f.type, f.help, [s for s in f.samples if s.labels.get(kind) != ident])

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from serving.errors import ConfigError
 from serving.link import Identity, Link, LinkServer
 from serving.live_settings import LiveSettings, parse_settings, settings_values
 from serving.metrics import Registry, fold, merge
@@ -30,10 +29,12 @@ from serving.wire import (
 log = logging.getLogger("kvrelay.control")
 
 PULL_S = 0.5  # how long a scrape waits for a party; then its last snapshot stands in
+ABSENT_S = 60.0  # a party that lost its link may come back; then its counts are not those of a departed one
 
 
 @dataclass(slots=True)
 class _Party:
+    label: str  # that names it on its samples
     register: Register | None = None
     families: list[Family] = field(default_factory=list)
 
@@ -62,6 +63,7 @@ class ControlHost:
         self._loop = asyncio.get_running_loop()
         self._server = LinkServer(me, key, self)
         self._parties: dict[Link, _Party] = {}
+        self._absent: dict[tuple[str, int], tuple[_Party, asyncio.TimerHandle]] = {}
         self._departed: list[Family] = []
         self._scrapes: dict[int, _Scrape] = {}
         self._pulls = 0
@@ -79,6 +81,8 @@ class ControlHost:
 
     async def stop(self) -> None:
         await self._server.stop()
+        for _, timer in self._absent.values():
+            timer.cancel()
 
     # ------------------------------------------------------------ settings and members
 
@@ -92,12 +96,9 @@ class ControlHost:
 
     def change_settings(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Merge `changes`, keep and publish the result; raises ConfigError and then changes nothing."""
-        unknown = set(changes) - set(LiveSettings.__struct_fields__)
-        if unknown:
-            allowed = ", ".join(LiveSettings.__struct_fields__)
-            raise ConfigError(f"unknown setting {sorted(unknown)[0]}; allowed: {allowed}")
-        self._settings = parse_settings({**self.settings, **changes})
-        self._save(self.settings)
+        changed = parse_settings({**self.settings, **changes})
+        self._save(settings_values(changed))
+        self._settings = changed
         self._version += 1
         for link in self._parties:
             link.send(Settings(self._version, self.settings))
@@ -106,19 +107,32 @@ class ControlHost:
     # ------------------------------------------------------------ links
 
     def on_open(self, link: Link) -> None:
-        self._parties[link] = _Party()
+        assert link.peer is not None
+        for other in [o for o in self._parties if _key(o) == _key(link)]:
+            self.on_lost(other, "it came back on another link")  # before we noticed that this one broke
+            other.close("you came back on another link")
+        party, timer = self._absent.pop(_key(link), (_Party(link.peer.kind), None))
+        if timer is not None:
+            timer.cancel()
+        self._parties[link] = party
         link.send(Settings(self._version, self.settings))
 
     def on_lost(self, link: Link, reason: str) -> None:
         party = self._parties.pop(link, None)
         if party is None:
             return
-        label = link.peer.kind if link.peer is not None else "party"
-        self._departed = fold(self._departed, party.families, label, "departed")
+        party.register = None
+        party.families = [family for family in party.families if family.type != "gauge"]
+        self._absent[_key(link)] = party, self._loop.call_later(ABSENT_S, self._gone, _key(link))
         for serial in list(self._scrapes):
             self._answered(serial, link)
         log.info("%s left: %s", link.name, reason)
         self._publish_members()
+
+    def _gone(self, key: tuple[str, int]) -> None:
+        """It will not come back: what it counted stays in every sum, under one name for all such."""
+        party, _ = self._absent.pop(key)
+        self._departed = fold(self._departed, party.families, party.label, "departed")
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
         party = self._parties.get(link)
@@ -167,6 +181,7 @@ class ControlHost:
         scrape.timer.cancel()
         snapshots = [self._registry.families(), self._departed]
         snapshots += [party.families for party in self._parties.values()]
+        snapshots += [party.families for party, _ in self._absent.values()]
         scrape.asker.send(ScrapeReply(scrape.serial, merge(snapshots)))
 
     def _count_parties(self) -> dict[tuple[str, ...], float]:
@@ -175,3 +190,9 @@ class ControlHost:
             kind = (link.peer.kind if link.peer is not None else "unknown",)
             counts[kind] = counts.get(kind, 0) + 1
         return counts
+
+
+def _key(link: Link) -> tuple[str, int]:
+    """An incarnation of a party."""
+    assert link.peer is not None
+    return link.peer.ident, link.peer.epoch

@@ -245,13 +245,13 @@ class Coordinator:
         metrics = self._metrics
         if not run.sent:
             metrics.ttft.observe(now - run.started_s)
-            if run.stage is Stage.QUEUE or run.stage is Stage.PREFILL:
-                run.enter(Stage.FIRST_DECODE, now)
-            self._release_prefill(run)
         else:
             metrics.itl.observe((now - run.last_s) / count, count)
-            if run.stage is not Stage.DECODE:
-                run.enter(Stage.DECODE, now)
+        if run.stage is Stage.QUEUE or run.stage is Stage.PREFILL:  # the first of this placement
+            run.enter(Stage.FIRST_DECODE, now)
+            self._release_prefill(run)
+        elif run.stage is not Stage.DECODE:
+            run.enter(Stage.DECODE, now)
         run.last_s = now
         run.sent.extend(tokens)
         run.pending = []

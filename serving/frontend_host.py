@@ -68,8 +68,11 @@ class FrontendHost:
         self.registry = Registry({"frontend": me.ident})
         self._metrics = FrontendMetrics(self.registry)
         self.variants: dict[tuple[str, str], VariantLinks] = {}
+        self._wanted: dict[tuple[str, str], set[str]] = {}  # pools that the config does not leave empty
         for model in config.models:
             for variant in model.variants:
+                pools = {"prefill": variant.prefill, "decode": variant.decode}
+                self._wanted[model.name, variant.name] = {r for r, p in pools.items() if p.replicas > 0}
                 router = LeastWork(seed=me.epoch)
                 entries: dict[str, WorkerEntry] = {}
                 coordinator = Coordinator(
@@ -133,13 +136,17 @@ class FrontendHost:
     # ------------------------------------------------------------ health and metrics
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """200 while any model can be answered: a decode worker can do it alone."""
+        """200 while any model can be answered: a decode worker can do it alone.
+
+        A pool is degraded when it should have workers and none of them is linked.
+        """
         degraded: list[str] = []
         able = 0
-        for links in self.variants.values():
+        for key, links in self.variants.items():
             pools = links.pools()
             able += pools["decode"] > 0
-            degraded += [f"{links.name}/{role}" for role, count in pools.items() if count == 0]
+            wanted = self._wanted[key]
+            degraded += [f"{links.name}/{role}" for role, n in pools.items() if n == 0 and role in wanted]
         status = "ok" if able and not degraded else "degraded" if able else "unavailable"
         return (200 if able else 503), {"status": status, "degraded": degraded}
 

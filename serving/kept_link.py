@@ -15,6 +15,7 @@ log = logging.getLogger("kvrelay.link")
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
+LASTING_S = 1.0  # a link that lived this long starts the waits anew; a peer that always hangs up does not
 
 
 class KeptLink:
@@ -76,6 +77,7 @@ class KeptLink:
         self._handler.on_lost(link, reason)
 
     async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
         wait_s = FIRST_RETRY_S
         while True:
             self._lost.clear()
@@ -83,8 +85,10 @@ class KeptLink:
                 await dial(self.address, self._me, self._key, self, beat=self._beat)
             except LinkError as error:
                 log.info("no link to %s yet: %s", self.address, error.message)
-                await asyncio.sleep(wait_s)
-                wait_s = min(LAST_RETRY_S, wait_s * 2)
             else:
-                wait_s = FIRST_RETRY_S
+                opened_s = loop.time()
                 await self._lost.wait()
+                if loop.time() - opened_s >= LASTING_S:
+                    wait_s = FIRST_RETRY_S
+            await asyncio.sleep(wait_s)
+            wait_s = min(LAST_RETRY_S, wait_s * 2)

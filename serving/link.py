@@ -86,7 +86,7 @@ class Link(asyncio.Protocol):
     ) -> None:
         self.me = me
         self.peer: Hello | None = None
-        self.peer_beat = Beat()
+        self.peer_beat: Beat | None = None  # the last one
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._key = key
         self._handler = handler
@@ -126,7 +126,7 @@ class Link(asyncio.Protocol):
             self._write(message)
 
     def close(self, reason: str) -> None:
-        """End the link now. Idempotent; `on_lost` follows if it was open."""
+        """End the link now. Idempotent; `on_lost` follows if it was open, and no other call."""
         if self._state is not _State.CLOSED and self._transport is not None:
             self._reason = reason
             self._transport.abort()
@@ -149,7 +149,7 @@ class Link(asyncio.Protocol):
         buffer += data
         start, end = 0, len(buffer)
         try:
-            while end - start >= 4 and self._state is not _State.CLOSED:
+            while end - start >= 4 and self._transport is not None and not self._transport.is_closing():
                 (length,) = _LENGTH.unpack_from(buffer, start)
                 if length > self._limit:
                     raise FrameRefused(f"a frame of {length} bytes; allowed: {self._limit}")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from serving.errors import ConfigError
+from serving.config_errors import explain
 
 Weight = Annotated[float, Meta(ge=0)]
 
@@ -24,11 +24,11 @@ class LiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def parse_settings(values: Mapping[str, Any]) -> LiveSettings:
-    """Raises ConfigError with one line."""
+    """Raises ConfigError with one line that names key, value and what is allowed."""
     try:
         return msgspec.convert(values, LiveSettings)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"live settings: {error}") from None
+        raise explain(error, values, LiveSettings) from None
 
 
 def settings_values(settings: LiveSettings) -> dict[str, Any]:

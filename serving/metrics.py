@@ -36,7 +36,7 @@ class Counter:
         self.name = PREFIX + name
         self.help = help
         self._label_names = tuple(label_names)
-        self._values: dict[Labels, float] = {}
+        self._values: dict[Labels, float] = {} if label_names else {(): 0.0}  # shown before the first
 
     def inc(self, amount: float = 1.0, labels: Labels = ()) -> None:
         self._values[labels] = self._values.get(labels, 0.0) + amount

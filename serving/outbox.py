@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from serving.wire import Begun, Ended, Events, LoadReport, Logprobs, Step, Tokens, pack_u32, pack_u64
+from serving.engine.base import StepOutput
+from serving.link import Link
+from serving.wire import (
+    Begun,
+    Ended,
+    Events,
+    LoadReport,
+    Logprobs,
+    Step,
+    Stored,
+    Tokens,
+    pack_u32,
+    pack_u64,
+)
 
 
 @dataclass(slots=True)
@@ -32,3 +46,31 @@ class Outbox:
             events=events,
             load=load,
         )
+
+
+class Outgoing:
+    """One frame for every frontend, from one or more engine steps; KV events are the same for all."""
+
+    def __init__(self, links: Iterable[Link]) -> None:
+        self.outboxes = {link: Outbox() for link in links}
+        self._stored: list[Stored] = []
+        self._removed: list[int] = []
+        self._fresh: set[int] = set()  # hashes in `_stored`
+
+    def undone_by(self, output: StepOutput) -> bool:
+        """A block stored in this frame is removed by `output`: readers apply removals first, so the two
+        must not share a frame."""
+        return bool(output.removed and self._fresh and not self._fresh.isdisjoint(output.removed))
+
+    def add_events(self, output: StepOutput) -> None:
+        for run in output.stored:
+            self._stored.append(Stored(run.parent, pack_u64(list(run.hashes))))
+            self._fresh.update(run.hashes)
+        self._removed.extend(output.removed)
+
+    @property
+    def has_events(self) -> bool:
+        return bool(self._stored or self._removed)
+
+    def events(self, seq: int) -> Events:
+        return Events(seq, self._stored, pack_u64(self._removed))

@@ -34,6 +34,7 @@ class _Worker:
     view: WorkerView
     kept: KeptLink | None = None
     member: bool = True
+    hung: bool = False  # linked or not, it gets nothing until its engine moves
     step: int = 0
     step_s: float = 0.0  # when the step counter last moved, or work last was not runnable
 
@@ -70,13 +71,15 @@ class VariantLinks:
     def update(self, role: str, members: Members) -> None:
         """Serve's list of one pool. Arrivals are dialled, departures no longer placed on."""
         present = {ident: meta for ident, meta in members.items() if meta.get("address")}
-        if not present and self._linked(role) and role not in self._emptied:
-            self._emptied[role] = self._clock()
+        if not present and self._linked(role):
+            self._emptied.setdefault(role, self._clock())
             return
-        if present:
-            self._emptied.pop(role, None)
+        self._emptied.pop(role, None)
         for ident, meta in present.items():
             known = self._workers.get(ident)
+            if known is not None and known.epoch != int(str(meta["epoch"])):
+                self._drop(known)  # another incarnation under the same name
+                known = None
             if known is None:
                 self._add(ident, role, meta)
             elif not known.member:
@@ -115,7 +118,9 @@ class VariantLinks:
             self._drop(worker)
 
     def _drop(self, worker: _Worker) -> None:
+        """Its link goes now; whatever still runs over it goes on elsewhere."""
         self._workers.pop(worker.ident, None)
+        self._unlink(worker)
         if worker.kept is not None:
             task = asyncio.get_running_loop().create_task(worker.kept.stop())
             self._stopping.add(task)
@@ -133,6 +138,8 @@ class VariantLinks:
         if link.peer is None or link.peer.ident != worker.ident or link.peer.epoch != worker.epoch:
             link.close("another process answers at this address")
             return
+        if worker.hung:
+            return  # its beats decide, in `sweep`
         worker.step_s = self._clock()
         self._entries[worker.ident] = WorkerEntry(worker.ident, worker.epoch, worker.address, link.send)
         if worker.member:
@@ -142,15 +149,23 @@ class VariantLinks:
         self._share_peers()
 
     def lost(self, worker: _Worker, reason: str) -> None:
-        if self._entries.pop(worker.ident, None) is None:
-            return
-        log.warning("%s: lost %s worker %s: %s", self.name, worker.role, worker.ident, reason)
-        self._router.remove_worker(worker.ident)
-        self.coordinator.on_worker_lost(worker.ident)
+        if self._workers.get(worker.ident) is not worker:
+            return  # dropped
+        if worker.ident in self._entries:
+            log.warning("%s: lost %s worker %s: %s", self.name, worker.role, worker.ident, reason)
+        self._unlink(worker)
         if not worker.member:
             self._drop(worker)
 
+    def _unlink(self, worker: _Worker) -> None:
+        """Nothing can be sent to it any more; idempotent."""
+        if self._entries.pop(worker.ident, None) is not None:
+            self._router.remove_worker(worker.ident)
+            self.coordinator.on_worker_lost(worker.ident)
+
     def received(self, worker: _Worker, link: Link, message: AnyMessage) -> None:
+        if self._workers.get(worker.ident) is not worker or worker.ident not in self._entries:
+            return  # dropped, or hung
         if not isinstance(message, Step):
             return  # a snapshot, for policies that look at caches
         if message.events is not None and not self._router.on_events(
@@ -194,9 +209,15 @@ class VariantLinks:
             if link is None:
                 continue
             beat = link.peer_beat
+            if beat is None:
+                continue
             if beat.step != worker.step or not beat.runnable:
                 worker.step, worker.step_s = beat.step, now
-            elif now - worker.step_s > self._silence_s:
+                if worker.hung:
+                    worker.hung = False
+                    self.opened(worker, link)
+            elif not worker.hung and now - worker.step_s > self._silence_s:
+                worker.hung = True
                 link.close(f"hung: work is runnable, no step for {self._silence_s:.1f} s")
 
     def _linked(self, role: str) -> bool:

@@ -23,7 +23,7 @@ from serving.kv.peer_link import PeerLinks
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
 from serving.metrics import Registry
-from serving.outbox import Outbox
+from serving.outbox import Outbox, Outgoing
 from serving.wire import (
     AnyMessage,
     Attach,
@@ -33,7 +33,6 @@ from serving.wire import (
     Confirm,
     Detach,
     Ended,
-    Events,
     LoadReport,
     Logprobs,
     PeerHello,
@@ -205,6 +204,8 @@ class WorkerHost:
             self.prefill.accept(submit)
         try:
             self.engine.submit(work)
+            # Until the engine says otherwise: one that hangs in its very next step says nothing at all.
+            self._last = Beat(self._last.step, runnable=True)
         except EngineDied as error:
             self._cancel(attempt)
             link.send(Step(ended=[Ended(attempt, "", str(error), retryable=True)]))
@@ -267,33 +268,32 @@ class WorkerHost:
         """Everything that queued up becomes one frame per frontend."""
         self._flush_due = False  # first: what comes from now on schedules a turn of its own
         outputs = self._outputs
-        outboxes = {link: Outbox() for link in self._frontends}
-        stored: list[Stored] = []
-        removed: list[int] = []
+        going = Outgoing(self._frontends)
         while outputs:
             output = outputs.popleft()
             if isinstance(output, _Chains):
                 # What was told before it leaves first, so that later events continue the snapshot.
-                self._send(outboxes, stored, removed)
-                outboxes = {link: Outbox() for link in self._frontends}
-                stored, removed = [], []
+                self._send(going)
+                going = Outgoing(self._frontends)
                 chains = [Stored(run.parent, pack_u64(list(run.hashes))) for run in output.runs]
                 output.link.send(Snapshot(self._event_seq, chains))
                 continue
-            self._sort(output, outboxes)
-            stored.extend(Stored(run.parent, pack_u64(list(run.hashes))) for run in output.stored)
-            removed.extend(output.removed)
+            if going.undone_by(output):
+                self._send(going)
+                going = Outgoing(self._frontends)
+            self._sort(output, going.outboxes)
+            going.add_events(output)
             self.metrics.on_step(output)
             self._last = Beat(output.load.step, output.load.runnable)
-        self._send(outboxes, stored, removed)
+        self._send(going)
 
-    def _send(self, outboxes: dict[Link, Outbox], stored: list[Stored], removed: list[int]) -> None:
+    def _send(self, going: Outgoing) -> None:
         events = None
-        if stored or removed:
+        if going.has_events:
             self._event_seq += 1
-            events = Events(self._event_seq, stored, pack_u64(removed))
+            events = going.events(self._event_seq)
         load = self._load_report()
-        for link, outbox in outboxes.items():
+        for link, outbox in going.outboxes.items():
             frame = outbox.frame(events, load)
             if frame is not None:
                 link.send(frame)

@@ -72,6 +72,12 @@ class LeastWork:
         entry.booked_prompt += len(request.tokens)
         entry.booked_output += output
 
+    def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
+        pass  # this policy does not look at caches
+
+    def computed(self, attempt: int, now_s: float) -> None:
+        pass  # `progress` says it as well
+
     def progress(self, attempt: int, tokens: int) -> None:
         booking = self._bookings.get(attempt)
         if booking is None:

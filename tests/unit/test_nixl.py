@@ -117,7 +117,7 @@ async def test_first_real_read_is_quick(reader: KvIo) -> None:
         await reader.add_peer(owner.info, START_S)
         started = time.monotonic()
         await reader.read("owner-b", ids(0), ids(0), b"", SETTLE_S, token=1)
-        assert time.monotonic() - started < 0.1
+        assert time.monotonic() - started < 0.5  # wiring up while nobody polls took seconds
 
 
 async def test_killed_peer_is_gone_and_can_be_added_again(reader: KvIo) -> None:

@@ -1,0 +1,175 @@
+"""Simulated workers of the replay: a block-LRU cache, an ordered prefill queue, and decodes.
+
+Set-up of the comparisons in facts section 3.1: prefill linear at 20,480 tokens/s, no noise, a cache of a
+fixed number of blocks that decodes do not take from, decode that prefill does not disturb.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.traces import BLOCK_TOKENS, TraceRequest
+from kvrouter.deadline import Order, due_s
+
+TOKENS_PER_S = 20_480.0
+CHUNK_S = 0.05  # a deadline worker looks at its queue anew this often
+FIXED_TPOT_S = 0.030
+# Step time of a 32B model on two H100: weights, per sequence, KV read.
+STEP_MS = (12.0, 0.2, 4e-5)
+
+
+class BlockCache:
+    """Block-LRU: a use makes a chain recent, its end less than its start, so ends are evicted first."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._blocks: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, hashes: Sequence[int]) -> int:
+        """Leading blocks of the chain that are here."""
+        blocks = self._blocks
+        for depth, block in enumerate(hashes):
+            if block not in blocks:
+                return depth
+        return len(hashes)
+
+    def use(self, hashes: Sequence[int]) -> list[int]:
+        """Store or refresh a chain; returns what had to go."""
+        blocks = self._blocks
+        for block in reversed(hashes):
+            blocks[block] = None
+            blocks.move_to_end(block)
+        evicted = []
+        while len(blocks) > self._capacity:
+            evicted.append(blocks.popitem(last=False)[0])
+        return evicted
+
+
+@dataclass(slots=True)
+class Job:
+    """One request on its way; times are in seconds of the replay."""
+
+    attempt: int
+    request: TraceRequest
+    decode: str
+    due_s: float = 0.0
+    cached_blocks: int | None = None  # found when its prefill began
+    left_tokens: float = 0.0
+    stored_blocks: int = 0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+
+
+class PrefillQueue:
+    """One worker's prompts; `on_stored(worker, chain, first new, evicted)` tells of the cache."""
+
+    def __init__(
+        self,
+        ident: str,
+        order: Order,
+        capacity: int,
+        on_begun: Callable[[Job, float], None],
+        on_stored: Callable[[str, Sequence[int], int, list[int]], None],
+    ) -> None:
+        self.ident = ident
+        self._order = order
+        self._cache = BlockCache(capacity)
+        self._on_begun = on_begun
+        self._on_stored = on_stored
+        self._waiting: list[tuple[float, int, Job]] = []
+        self._running: Job | None = None
+        self._slice_tokens = 0.0
+
+    def submit(self, job: Job, now_s: float) -> float | None:
+        """When to call `advance`, if the worker was idle."""
+        request = job.request
+        uncached = request.prompt_tokens - self._cache.match(request.hashes) * BLOCK_TOKENS
+        job.due_s = due_s(self._order, now_s, max(uncached, 1) / TOKENS_PER_S * 1e3)
+        heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
+        return self._next(now_s) if self._running is None else None
+
+    def advance(self, now_s: float) -> tuple[Job | None, float | None]:
+        """A slice is done: the job that is complete now, if one is, and when to call again."""
+        job = self._running
+        assert job is not None
+        self._running = None
+        job.left_tokens -= self._slice_tokens
+        done = job.left_tokens <= 1e-6
+        hashes = job.request.hashes
+        have = len(hashes) if done else int((job.request.prompt_tokens - job.left_tokens) // BLOCK_TOKENS)
+        if have > job.stored_blocks:
+            self._store(hashes[:have], job.stored_blocks)
+            job.stored_blocks = have
+        if not done:
+            heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
+        return (job if done else None), self._next(now_s)
+
+    def _next(self, now_s: float) -> float | None:
+        if not self._waiting:
+            return None
+        job = heapq.heappop(self._waiting)[2]
+        self._running = job
+        if job.cached_blocks is None:
+            hashes = job.request.hashes
+            job.cached_blocks = job.stored_blocks = self._cache.match(hashes)
+            job.left_tokens = max(job.request.prompt_tokens - job.cached_blocks * BLOCK_TOKENS, 1)
+            if job.cached_blocks:
+                self._cache.use(hashes[: job.cached_blocks])
+            self._on_begun(job, now_s)
+        chunk = CHUNK_S * TOKENS_PER_S
+        whole = self._order is Order.FIFO or job.left_tokens <= chunk
+        self._slice_tokens = job.left_tokens if whole else chunk
+        return now_s + self._slice_tokens / TOKENS_PER_S
+
+    def _store(self, chain: Sequence[int], first_new: int) -> None:
+        evicted = self._cache.use(chain)
+        self._on_stored(self.ident, chain, first_new, evicted)
+
+
+class DecodeBatch:
+    """One worker's decodes. `fixed`: 30 ms a token, whatever the batch; else by STEP_MS.
+
+    All of a batch advance together, so one count of tokens per sequence, growing at 1 / step time, tells
+    when each ends.
+    """
+
+    def __init__(self, *, fixed: bool) -> None:
+        self._fixed = fixed
+        self._jobs: list[tuple[float, int, Job]] = []  # by the count at which each ends
+        self._kv_tokens = 0.0
+        self._count = 0.0
+        self._now_s = 0.0
+
+    def add(self, job: Job, now_s: float) -> None:
+        self._go_to(now_s)
+        heapq.heappush(self._jobs, (self._count + job.request.output_tokens - 1, job.attempt, job))
+        self._kv_tokens += job.request.prompt_tokens
+
+    def next_end_s(self) -> float | None:
+        if not self._jobs:
+            return None
+        return self._now_s + max(self._jobs[0][0] - self._count, 0.0) * self._step_s()
+
+    def pop_ended(self, now_s: float) -> list[Job]:
+        self._go_to(now_s)
+        ended = []
+        while self._jobs and self._jobs[0][0] - self._count <= 1e-6:
+            job = heapq.heappop(self._jobs)[2]
+            self._kv_tokens -= job.request.prompt_tokens + job.request.output_tokens - 1
+            ended.append(job)
+        return ended
+
+    def _step_s(self) -> float:
+        if self._fixed:
+            return FIXED_TPOT_S
+        base, per_sequence, per_token = STEP_MS
+        return (base + per_sequence * len(self._jobs) + per_token * self._kv_tokens) / 1e3
+
+    def _go_to(self, now_s: float) -> None:
+        tokens = (now_s - self._now_s) / self._step_s()
+        self._now_s = now_s
+        self._count += tokens
+        self._kv_tokens += tokens * len(self._jobs)

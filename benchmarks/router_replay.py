@@ -1,0 +1,270 @@
+"""What routing is worth: public traces through the real router code and simulated workers.
+
+    python -m benchmarks.router_replay --trace conversation --workers 4 --blocks 3000 --speed 1.5 [--json]
+
+Every policy sees the same requests, the same caches and exact predictions. `ttft_regret` has workers that
+serve by deadline, `ttft_regret_fifo` and all others have FIFO workers. `--layout separate` adds as many
+decode workers; by default each worker decodes what it prefilled. TTFT in seconds; `slo` is the share with
+TTFT of 2 s or less; `hit` is the share of prompt blocks found in the cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.replay_workers import (
+    STEP_MS,
+    TOKENS_PER_S,
+    DecodeBatch,
+    Job,
+    PrefillQueue,
+)
+from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
+from kvrouter.deadline import Order
+from kvrouter.events import CacheEvents
+from kvrouter.index import PrefixIndex
+from kvrouter.perf_model import WorkerModels
+from kvrouter.policies.registry import POLICY_NAMES
+from kvrouter.policy_router import build_router
+from kvrouter.router import RouterRequest, WorkerView
+from serving.errors import KVRelayError
+
+FIFO_OURS = "ttft_regret_fifo"
+REPLAYED = (*POLICY_NAMES[:1], FIFO_OURS, *POLICY_NAMES[1:])
+SLO_S = 2.0
+MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    workers: int
+    blocks: int  # of cache, a worker
+    regret_weight: float = 1.0
+    separate: bool = False  # prefill and decode on workers of their own
+    fixed_decode: bool = True
+    seed: int = 0
+
+
+class Replay:
+    """One policy over one trace. Events are (time, number, kind, payload), earliest first."""
+
+    def __init__(self, policy: str, setup: Setup) -> None:
+        order = Order.DEADLINE if policy == "ttft_regret" else Order.FIFO
+        self._index = PrefixIndex()
+        self._router = build_router(
+            "ttft_regret" if policy == FIFO_OURS else policy,
+            regret_weight=setup.regret_weight,
+            seed=setup.seed,
+            caches=CacheEvents(self._index),
+            models=lambda: WorkerModels.from_priors(prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS),
+            order=order,
+            local=False,  # decode workers of the separate layout only decode, whatever the policy
+        )
+        names = [f"w{i}" for i in range(setup.workers)]
+        self._queues = {
+            name: PrefillQueue(name, order, setup.blocks, self._on_begun, self._on_stored) for name in names
+        }
+        decoders = [f"d{i}" for i in range(setup.workers)] if setup.separate else names
+        self._decodes = {name: DecodeBatch(fixed=setup.fixed_decode) for name in decoders}
+        # KV for decoding is not scarce here: the cache is counted apart.
+        for name in decoders:
+            self._router.add_worker(WorkerView(name, "decode", BLOCK_TOKENS, 1_000_000, 1024))
+        for name in names:
+            if setup.separate:
+                self._router.add_worker(WorkerView(name, "prefill", BLOCK_TOKENS, 1_000_000, 1024))
+        self._events: list[tuple[float, int, str, Any]] = []
+        self._number = 0
+        self._attempts = 0
+        self._planned: dict[str, float] = {}  # decode worker -> the end that is in the events
+        self.jobs: list[Job] = []
+
+    def run(self, requests: Sequence[TraceRequest], progress: Progress | None = None) -> None:
+        task = progress.add_task("", total=len(requests)) if progress is not None else None
+        waiting = iter(requests)
+        request = next(waiting, None)
+        events = self._events
+        while request is not None or events:
+            if request is not None and (not events or request.arrival_s <= events[0][0]):
+                self._arrive(request)
+                request = next(waiting, None)
+                if progress is not None and task is not None and len(self.jobs) % 64 == 0:
+                    progress.update(task, completed=len(self.jobs))
+                continue
+            now_s, _, kind, name = heapq.heappop(events)
+            if kind == "prefill":
+                self._on_slice(name, now_s)
+            elif self._planned.get(name) == now_s:
+                self._on_decoded(name, now_s)
+        if progress is not None and task is not None:
+            progress.remove_task(task)
+        assert self._router.in_flight == 0, "every booking was released"
+
+    def _arrive(self, request: TraceRequest) -> None:
+        now_s = request.arrival_s
+        wanted = RouterRequest(
+            tokens=array("I", bytes(4 * request.prompt_tokens)),  # only its length is looked at
+            namespace=0,
+            max_tokens=MOST_OUTPUT_TOKENS,
+            hashes=request.hashes,
+        )
+        choice = self._router.choose(wanted, now_s)
+        computes = choice.prefill or choice.decode
+        self._attempts += 2
+        job = Job(self._attempts, request, choice.decode)
+        self.jobs.append(job)
+        self._router.book(job.attempt, computes, wanted, now_s)
+        if choice.prefill is not None:
+            self._router.book(job.attempt + 1, choice.decode, wanted, now_s)
+        self._plan(self._queues[computes].submit(job, now_s), "prefill", computes)
+
+    def _on_slice(self, name: str, now_s: float) -> None:
+        done, again_s = self._queues[name].advance(now_s)
+        self._plan(again_s, "prefill", name)
+        if done is None:
+            return
+        done.first_token_s = now_s
+        self._router.computed(done.attempt, now_s)
+        if done.decode != name:
+            self._router.release(done.attempt)
+        if done.request.output_tokens <= 1:
+            self._finish(done, now_s)
+            return
+        batch = self._decodes[done.decode]
+        batch.add(done, now_s)
+        self._plan_decode(done.decode)
+
+    def _on_decoded(self, name: str, now_s: float) -> None:
+        for job in self._decodes[name].pop_ended(now_s):
+            self._finish(job, now_s)
+        self._plan_decode(name)
+
+    def _finish(self, job: Job, now_s: float) -> None:
+        job.finished_s = now_s
+        self._router.release(job.attempt)
+        self._router.release(job.attempt + 1)
+
+    def _plan(self, at_s: float | None, kind: str, name: str) -> None:
+        if at_s is not None:
+            self._number += 1
+            heapq.heappush(self._events, (at_s, self._number, kind, name))
+
+    def _plan_decode(self, name: str) -> None:
+        end_s = self._decodes[name].next_end_s()
+        self._planned.pop(name, None)
+        if end_s is not None:
+            self._planned[name] = end_s
+            self._plan(end_s, "decode", name)
+
+    # ------------------------------------------------------------ what workers say
+
+    def _on_begun(self, job: Job, now_s: float) -> None:
+        cached = (job.cached_blocks or 0) * BLOCK_TOKENS
+        self._router.begun(job.attempt, min(cached, job.request.prompt_tokens - 1), now_s)
+
+    def _on_stored(self, name: str, chain: Sequence[int], first_new: int, evicted: list[int]) -> None:
+        parent = chain[first_new - 1] if first_new else None
+        self._index.store(name, parent, list(chain[first_new:]))
+        if evicted:
+            self._index.remove(name, evicted)
+
+
+def summary(jobs: Sequence[Job]) -> dict[str, float]:
+    """The keys of one policy's row."""
+    ttft = np.array([job.first_token_s - job.request.arrival_s for job in jobs])
+    tpot = [
+        (job.finished_s - job.first_token_s) / (job.request.output_tokens - 1)
+        for job in jobs
+        if job.request.output_tokens > 1
+    ]
+    blocks = sum(len(job.request.hashes) for job in jobs)
+    p50, p90, p99 = np.percentile(ttft, (50, 90, 99))
+    return {
+        "hit": round(sum(job.cached_blocks or 0 for job in jobs) / max(blocks, 1), 4),
+        "mean_ttft_s": round(float(ttft.mean()), 4),
+        "p50_ttft_s": round(float(p50), 4),
+        "p90_ttft_s": round(float(p90), 4),
+        "p99_ttft_s": round(float(p99), 4),
+        "slo": round(float((ttft <= SLO_S).mean()), 4),
+        "mean_tpot_ms": round(float(np.mean(tpot)) * 1e3, 3) if tpot else 0.0,
+    }
+
+
+def replay(
+    requests: Sequence[TraceRequest], policy: str, setup: Setup, progress: Progress | None = None
+) -> dict[str, float]:
+    run = Replay(policy, setup)
+    run.run(requests, progress)
+    return summary(run.jobs)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router_replay", description=__doc__)
+    parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
+    parser.add_argument("--traces", metavar="DIR", help="where the traces are")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--blocks", type=int, default=3000, help="cache of a worker, in blocks of 512 tokens"
+    )
+    parser.add_argument("--speed", type=float, default=1.5, help="times the trace's rate")
+    parser.add_argument("--policy", default="all", choices=("all", *REPLAYED))
+    parser.add_argument("--regret-weight", type=float, default=1.0)
+    parser.add_argument("--layout", choices=("together", "separate"), default="together")
+    parser.add_argument(
+        "--decode", choices=("fixed", "step"), default="fixed", help="30 ms a token, or by load"
+    )
+    parser.add_argument("--requests", type=int, help="only the first so many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    setup = Setup(
+        args.workers,
+        args.blocks,
+        args.regret_weight,
+        args.layout == "separate",
+        args.decode == "fixed",
+        args.seed,
+    )
+    try:
+        requests = load_trace(args.trace, traces_dir(args.traces), args.speed, args.requests)
+    except (FileNotFoundError, KVRelayError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    policies = REPLAYED if args.policy == "all" else (args.policy,)
+    results: dict[str, dict[str, float]] = {}
+    with Progress(console=Console(stderr=True), disable=args.json, transient=True) as progress:
+        overall = progress.add_task("policies", total=len(policies))
+        for policy in policies:
+            progress.update(overall, description=policy)
+            results[policy] = replay(requests, policy, setup, progress)
+            progress.advance(overall)
+    if args.json:
+        print(json.dumps({"policies": results}))
+    else:
+        _print_table(f"{args.trace} x{args.speed:g}, {args.workers} workers, {args.blocks} blocks", results)
+    return 0
+
+
+def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:
+    table = Table(title=title)
+    table.add_column("policy")
+    for key in next(iter(results.values())):
+        table.add_column(key, justify="right")
+    for policy, row in results.items():
+        table.add_row(policy, *(f"{value:.3f}" for value in row.values()))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""What one worker has to do, as one router knows it: its own bookings, corrected by the worker's reports.
+
+Bookings count at once. A report, one per step, knows what other frontends sent, but not what was sent since;
+so the load is
+
+    the report + our bookings since (times the number of frontends, who do as we do until a report says)
+
+and never below our own bookings. Reports count a waiting prompt whole, cached or not: others' tokens are
+therefore scaled by the share of our own prompts there that had to be computed. Pure; times are parameters.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvrouter.backlog import Backlog
+from kvrouter.deadline import Order, due_s
+from kvrouter.perf_model import WorkerModels
+from kvrouter.router import LoadLike, WorkerView
+
+__all__ = ["Booking", "WorkerLoad"]
+
+ON_THE_WAY_S = 0.02  # a booking this much older than a report may still be missing in it
+SHARE_RATE = 0.05  # of the running mean of the computed share
+PERIOD_PROMPTS = 8  # most prompts in one sample of the prefill model
+
+
+@dataclass(slots=True)
+class Booking:
+    """One attempt on one worker."""
+
+    attempt: int
+    computes: bool  # its prompt is computed here
+    prompt_tokens: int
+    uncached_tokens: int  # of them to compute, as predicted; corrected by `begun`
+    prefill_ms: float  # for those, transfers of a pulled prefix included
+    output_tokens: int  # expected
+    blocks: int  # prompt and expected output, 0 where its KV does not stay
+    booked_s: float
+    computed: bool = False
+
+
+@dataclass(slots=True)
+class _BusyPeriod:
+    """Prompts computed one after another without a pause: their features and times add up."""
+
+    began_s: float = 0.0
+    running: set[int] = field(default_factory=set)
+    features: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    disturbed: bool = False  # by others' work: no sample
+
+
+class WorkerLoad:
+    """`book` and `release` are a pair."""
+
+    def __init__(self, view: WorkerView, models: WorkerModels, order: Order, frontends: int = 1) -> None:
+        self.view = view
+        self.models = models
+        self.order = order
+        self.frontends = frontends
+        self.bookings: dict[int, Booking] = {}
+        self._backlog = Backlog()
+        self._own_tokens = 0  # uncached tokens of own prompts not computed yet
+        self._own_blocks = 0
+        self._own_prompt_blocks = 0
+        self._recent: deque[int] = deque()  # attempts that no report knows yet, oldest first
+        self._report: LoadLike | None = None
+        self._ended_since_report = 0
+        self._others_tokens = 0
+        self._computed_share = 1.0
+        self._period = _BusyPeriod()
+
+    # ------------------------------------------------------------ own bookings
+
+    def book(self, booking: Booking, now_s: float) -> None:
+        """Raises ValueError when the attempt is booked already."""
+        if booking.attempt in self.bookings:
+            raise ValueError(f"attempt {booking.attempt:x} is booked on {self.view.ident} already")
+        self.bookings[booking.attempt] = booking
+        self._recent.append(booking.attempt)
+        self._own_blocks += booking.blocks
+        self._own_prompt_blocks += self._prompt_blocks(booking)
+        if booking.computes:
+            self._own_tokens += booking.uncached_tokens
+            due = due_s(self.order, now_s, booking.prefill_ms)
+            self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s)
+            share = booking.uncached_tokens / max(booking.prompt_tokens, 1)
+            self._computed_share += SHARE_RATE * (share - self._computed_share)
+
+    def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
+        """The worker computes the prompt now and found `cached_tokens` of it."""
+        booking = self.bookings.get(attempt)
+        if booking is None or not booking.computes or booking.computed:
+            return
+        uncached = max(booking.prompt_tokens - cached_tokens, 1)
+        self._own_tokens += uncached - booking.uncached_tokens
+        booking.uncached_tokens = uncached
+        work_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
+        self._backlog.correct(attempt, work_ms, now_s)
+        if not self._period.running:
+            self._period = _BusyPeriod(now_s, disturbed=self._others_tokens > 0)
+        self._period.running.add(attempt)
+
+    def computed(self, attempt: int, now_s: float) -> None:
+        """The prompt is computed: its first token is out."""
+        booking = self.bookings.get(attempt)
+        if booking is None or not booking.computes or booking.computed:
+            return
+        self._settle(booking)
+        period = self._period
+        if attempt not in period.running:
+            return
+        period.running.discard(attempt)
+        u, context = booking.uncached_tokens, booking.prompt_tokens
+        n, tokens, pairs = period.features
+        period.features = (n + 1, tokens + u, pairs + u * (context - 0.5 * u))
+        if not period.running or period.features[0] >= PERIOD_PROMPTS:
+            elapsed_ms = (now_s - period.began_s) * 1e3
+            if not period.disturbed:
+                self.models.prefill.linear.observe(period.features, elapsed_ms)
+            self._period = _BusyPeriod(now_s, period.running, disturbed=self._others_tokens > 0)
+
+    def release(self, attempt: int) -> None:
+        """Idempotent."""
+        booking = self.bookings.pop(attempt, None)
+        if booking is None:
+            return
+        self._settle(booking)
+        self._own_blocks -= booking.blocks
+        self._own_prompt_blocks -= self._prompt_blocks(booking)
+        self._period.running.discard(attempt)
+        if attempt in self._recent:
+            self._recent.remove(attempt)
+        else:
+            self._ended_since_report += 1
+
+    def settle(self, attempt: int) -> None:
+        """Its prompt is computed, nobody says when."""
+        booking = self.bookings.get(attempt)
+        if booking is not None:
+            self._settle(booking)
+
+    def _settle(self, booking: Booking) -> None:
+        """Its prompt is no work any more."""
+        if booking.computes and not booking.computed:
+            booking.computed = True
+            self._own_tokens -= booking.uncached_tokens
+            self._backlog.remove(booking.attempt)
+
+    def _prompt_blocks(self, booking: Booking) -> int:
+        return -(-booking.prompt_tokens // self.view.block_tokens) if booking.blocks else 0
+
+    # ------------------------------------------------------------ the worker's reports
+
+    def report(self, report: LoadLike, now_s: float) -> None:
+        """What the worker said of itself at about `now_s`."""
+        self._report = report
+        self._ended_since_report = 0
+        known_before_s = now_s - ON_THE_WAY_S
+        while self._recent and self.bookings[self._recent[0]].booked_s <= known_before_s:
+            self._recent.popleft()
+        self._learn_step(report)
+        recent = set(self._recent)
+        own_whole = sum(
+            b.prompt_tokens for b in self.bookings.values() if b.computes and not b.computed
+        )  # as the worker counts them at most
+        others = max(0, report.waiting_tokens - own_whole)
+        self._others_tokens = int(others * self._computed_share)
+        per_token = self.models.prefill.ms_per_token
+        self._backlog.set_others(self._others_tokens * per_token, now_s)
+        if report.waiting_tokens == 0 or others == 0:
+            # Rounded up by a prompt's fixed costs: the cap only takes away what is surely done.
+            most = report.waiting_tokens * per_token + report.waiting * self.models.prefill.ms(1, 1)
+            self._backlog.cap_own(most, recent, now_s)
+        if self._others_tokens:
+            self._period.disturbed = True
+
+    def _learn_step(self, report: LoadLike) -> None:
+        if self.view.role == "decode" and report.running > 0 and report.waiting_tokens == 0:
+            used = report.total_blocks - report.free_blocks
+            self.models.step.observe(report.running, used * self.view.block_tokens, report.step_ms)
+
+    # ------------------------------------------------------------ predictions
+
+    def due_s(self, prefill_ms: float, now_s: float) -> float:
+        return due_s(self.order, now_s, prefill_ms)
+
+    def wait_ms(self, due_s: float, now_s: float) -> float:
+        """Until a prompt due then, arriving now, is computed up to its own work."""
+        ahead = self._backlog.ahead_ms(due_s, now_s)
+        return ahead + self._unreported_ms(now_s, due_s) if self.frontends > 1 else ahead
+
+    def backlog_ms(self, now_s: float) -> float:
+        total = self._backlog.total_ms(now_s)
+        return total + self._unreported_ms(now_s, None) if self.frontends > 1 else total
+
+    def made_to_wait(self, due_s: float, now_s: float) -> int:
+        """Own prompts that one due then would delay."""
+        return self._backlog.behind(due_s, now_s)
+
+    def _unreported_ms(self, now_s: float, due_s: float | None) -> float:
+        """What the other frontends are expected to have sent since the last report: as much as we did."""
+        return (self.frontends - 1) * self._backlog.left_ms(self._recent, due_s, now_s)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Uncached prompt tokens queued or computing."""
+        return self._own_tokens + self._others_tokens
+
+    @property
+    def in_flight(self) -> int:
+        """Requests here, queued, computing or decoding."""
+        own = len(self.bookings)
+        if self._report is None:
+            return own * self.frontends
+        reported = self._report.running + self._report.waiting - self._ended_since_report
+        return max(own, reported + len(self._recent) * self.frontends)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks held by the prompts of requests here."""
+        return max(self._own_prompt_blocks, self._reported_blocks())
+
+    @property
+    def promised_blocks(self) -> int:
+        """Blocks of requests here when all of them have their expected output."""
+        return max(self._own_blocks, self._reported_blocks())
+
+    def _reported_blocks(self) -> int:
+        if self._report is None:
+            return 0
+        recent = sum(self.bookings[attempt].blocks for attempt in self._recent)
+        return self._report.total_blocks - self._report.free_blocks + recent * self.frontends

@@ -1,0 +1,341 @@
+"""The live router: any policy over the caches, the loads and the time models. Pure.
+
+    match    cached prefixes by worker: from events, and from prompts that still compute
+    decode   workers with KV room -> policy's decode score -> pick
+    prefill  policy's filter -> score -> pick
+    local    or on the decode worker itself, if that costs all clients together less
+
+Without prefill workers, decode workers compute their prompts themselves and the prefill score places them.
+Several routers share the workers without talking to each other: own bookings count at once, reports tell of
+the others' (kvrouter.load), and ties fall differently by seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvrouter.candidates import candidates
+from kvrouter.cost import Candidate, Demand, Terms, local_terms, pick, with_room
+from kvrouter.deadline import Order
+from kvrouter.events import CacheEvents
+from kvrouter.hashing import block_hashes
+from kvrouter.load import Booking, WorkerLoad
+from kvrouter.pending_prefixes import PendingPrefixes
+from kvrouter.perf_model import WorkerModels
+from kvrouter.policies.policy import Policy
+from kvrouter.policies.registry import make_policy
+from kvrouter.router import Choice, LoadLike, RouterRequest, WorkerView
+from serving.errors import NoWorker
+
+__all__ = ["EXPECTED_OUTPUT_TOKENS", "Caches", "PolicyRouter", "build_router"]
+
+EXPECTED_OUTPUT_TOKENS = 256  # of a request without a small max_tokens
+SESSIONS = 65_536  # remembered; the oldest are forgotten
+TAIL_TOKENS = 2048  # of a streamed hand-off, what still moves when the prompt is computed
+
+
+class Caches(Protocol):
+    """Which blocks each worker holds, as its events tell: kvrouter.events.CacheEvents, or a naive one."""
+
+    def add_worker(self, ident: str, total_blocks: int) -> None: ...
+
+    def remove_worker(self, ident: str) -> None: ...
+
+    def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
+        """Blocks of the longest cached prefix, by worker; workers without any are left out."""
+
+    def placed(self, ident: str, hashes: Sequence[int], cached_blocks: int, now_s: float) -> None:
+        """`ident` is to compute a prompt of these blocks."""
+
+    def apply(self, ident: str, epoch: int, events: object) -> bool:
+        """False: there is a gap, ask the worker for a snapshot."""
+
+    def snapshot(self, ident: str, epoch: int, message: object) -> bool:
+        """False: ask for another one."""
+
+    def sweep(self, now_s: float) -> list[str]:
+        """Workers that became silent since the last call."""
+
+
+class PolicyRouter:
+    """See the module docstring; implements `kvrouter.router.Router`."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        caches: Caches,
+        models: Callable[[], WorkerModels],
+        order: Order,
+        seed: int,
+        pull: bool,
+        local: bool,
+        frontends: int,
+    ) -> None:
+        self.policy = policy
+        self.caches = caches
+        self._models = models
+        self._order = order
+        self._random = random.Random(seed)
+        self._pull = pull
+        self._local = local
+        self._frontends = frontends
+        self._loads: dict[str, WorkerLoad] = {}
+        self._attempts: dict[int, str] = {}  # attempt -> worker
+        self._pending = PendingPrefixes()
+        self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> worker that computed last
+
+    # ------------------------------------------------------------ workers
+
+    def add_worker(self, worker: WorkerView) -> None:
+        """A worker that is known keeps its bookings. A new one is taken to be as fast as its peers."""
+        known = self._loads.get(worker.ident)
+        if known is not None:
+            known.view = worker
+            self.caches.add_worker(worker.ident, worker.total_blocks)
+            return
+        models = self._models()
+        self.caches.add_worker(worker.ident, worker.total_blocks)
+        peers = [load for load in self._loads.values() if load.view.role == worker.role]
+        if peers:
+            models.learn_from(max(peers, key=lambda load: load.models.samples).models)
+        self._loads[worker.ident] = WorkerLoad(worker, models, self._order, self._frontends)
+
+    def remove_worker(self, ident: str) -> None:
+        load = self._loads.pop(ident, None)
+        for attempt in load.bookings if load is not None else ():
+            del self._attempts[attempt]
+            self._pending.drop(attempt)
+        self.caches.remove_worker(ident)
+
+    def set_frontends(self, count: int) -> None:
+        """How many routers place on these workers, this one included."""
+        self._frontends = max(count, 1)
+        for load in self._loads.values():
+            load.frontends = self._frontends
+
+    def load_of(self, ident: str) -> WorkerLoad:
+        """Raises KeyError for a worker that is not there."""
+        return self._loads[ident]
+
+    # ------------------------------------------------------------ choosing
+
+    def choose(self, request: RouterRequest, now_s: float) -> Choice:
+        decoders = self._able("decode", request)
+        if not decoders:
+            raise NoWorker("no decode worker can take the request")
+        demand = Demand(
+            prompt_tokens=len(request.tokens),
+            output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
+            session_worker=None if request.session is None else self._sessions.get(request.session),
+        )
+        if request.hashes is None:
+            size = decoders[0].view.block_tokens
+            request.hashes = block_hashes(request.tokens, size, request.namespace)
+        matched = self._match(request.hashes)
+        prefillers = self._able("prefill", request)
+        if prefillers:
+            choice = self._separate(demand, decoders, prefillers, matched, now_s)
+        else:
+            choice = self._together(demand, decoders, matched, now_s)
+        request.choice = choice
+        return choice
+
+    def _together(
+        self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
+    ) -> Choice:
+        """Prefill and decode on one worker."""
+        able = with_room(candidates(demand, loads, matched, now_s, pull=self._pull))
+        chosen, reasons = self._compute_on(demand, able)
+        self.policy.chosen(chosen)
+        return _choice(chosen, None, chosen, reasons)
+
+    def _separate(
+        self,
+        demand: Demand,
+        decoders: list[WorkerLoad],
+        prefillers: list[WorkerLoad],
+        matched: Mapping[str, int],
+        now_s: float,
+    ) -> Choice:
+        able = with_room(candidates(demand, decoders, matched, now_s, pull=self._pull))
+        scores = [self.policy.score_decode(demand, c) for c in able]
+        decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
+        self.policy.chosen(decode)
+        able_to_compute = candidates(demand, prefillers, matched, now_s, pull=self._pull)
+        chosen, reasons = self._compute_on(demand, able_to_compute)
+        for candidate, terms in zip(able, scores, strict=True):
+            reasons[candidate.ident] = terms
+        if self._local and self.policy.weighs_local:
+            load = self._loads[decode.ident]
+            local = local_terms(decode, load.in_flight)
+            missing = demand.prompt_tokens - decode.cached_tokens
+            remote_ms = chosen.ttft_ms + load.models.move.ms(min(missing, TAIL_TOKENS))
+            reasons[decode.ident] |= {"local_ms": local["total"], "remote_ms": remote_ms}
+            if local["total"] < remote_ms:
+                return _choice(decode, None, decode, reasons)
+        self.policy.chosen(chosen)
+        return _choice(decode, chosen, chosen, reasons)
+
+    def _compute_on(self, demand: Demand, able: Sequence[Candidate]) -> tuple[Candidate, dict[str, Terms]]:
+        """Who computes the prompt, and the terms of all that were compared."""
+        best = min(able, key=lambda c: c.prefill_ms)
+        demand.best_cached_tokens, demand.best_prefill_ms = best.cached_tokens, best.prefill_ms
+        kept = self.policy.keep(demand, able, self._random)
+        scores = [self.policy.score(demand, candidate) for candidate in kept]
+        chosen, _ = pick(kept, [terms["total"] for terms in scores], self._random)
+        return chosen, {c.ident: terms for c, terms in zip(kept, scores, strict=True)}
+
+    def _able(self, role: str, request: RouterRequest) -> list[WorkerLoad]:
+        able = [w for w in self._loads.values() if w.view.role == role and not w.view.draining]
+        return [w for w in able if w.view.ident not in request.avoid] or able
+
+    def _match(self, hashes: Sequence[int]) -> Mapping[str, int]:
+        matched = dict(self.caches.match(hashes))
+        for worker, blocks in self._pending.match(hashes).items():
+            if blocks > matched.get(worker, 0):
+                matched[worker] = blocks
+        return matched
+
+    # ------------------------------------------------------------ bookings
+
+    def book(self, attempt: int, worker: str, request: RouterRequest, now_s: float) -> None:
+        load = self._loads.get(worker)
+        if load is None:
+            return
+        choice = request.choice
+        local = load.view.role == "decode" and (choice is None or choice.prefill is None)
+        computes = local or load.view.role == "prefill"
+        prompt = len(request.tokens)
+        cached = choice.cached_tokens + choice.pull_tokens if choice is not None else 0
+        uncached = max(prompt - cached, 1)
+        prefill_ms = load.models.prefill.ms(uncached, prompt) if computes else 0.0
+        if computes and choice is not None and choice.pull_from is not None:
+            prefill_ms += load.models.move.ms(choice.pull_tokens)
+        output = 0 if load.view.role == "prefill" else min(request.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        load.book(
+            Booking(
+                attempt=attempt,
+                computes=computes,
+                prompt_tokens=prompt,
+                uncached_tokens=uncached,
+                prefill_ms=prefill_ms,
+                output_tokens=output,
+                blocks=-(-(prompt + output) // load.view.block_tokens),
+                booked_s=now_s,
+            ),
+            now_s,
+        )
+        self._attempts[attempt] = worker
+        if computes:
+            if request.hashes:
+                self._pending.add(attempt, worker, request.hashes)
+                known = cached // load.view.block_tokens
+                self.caches.placed(worker, request.hashes, known, now_s)
+            if request.session is not None:
+                self._remember(request.session, worker)
+
+    def _remember(self, session: str, worker: str) -> None:
+        self._sessions[session] = worker
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > SESSIONS:
+            self._sessions.popitem(last=False)
+
+    def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
+        worker = self._attempts.get(attempt)
+        if worker is not None:
+            self._loads[worker].begun(attempt, cached_tokens, now_s)
+
+    def computed(self, attempt: int, now_s: float) -> None:
+        worker = self._attempts.get(attempt)
+        if worker is not None:
+            self._loads[worker].computed(attempt, now_s)
+            self._pending.drop(attempt)  # the events that tell of its blocks came before
+
+    def progress(self, attempt: int, tokens: int) -> None:
+        worker = self._attempts.get(attempt)
+        if worker is not None:
+            self._loads[worker].settle(attempt)
+            self._pending.drop(attempt)
+
+    def release(self, attempt: int) -> None:
+        worker = self._attempts.pop(attempt, None)
+        if worker is not None:
+            self._loads[worker].release(attempt)
+            self._pending.drop(attempt)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._attempts)
+
+    # ------------------------------------------------------------ what workers say
+
+    def on_load(self, ident: str, report: LoadLike, now_s: float) -> None:
+        load = self._loads.get(ident)
+        if load is not None:
+            load.report(report, now_s)
+
+    def on_events(self, ident: str, epoch: int, events: object) -> bool:
+        return self.caches.apply(ident, epoch, events)
+
+    def on_snapshot(self, ident: str, epoch: int, message: object) -> bool:
+        """False: ask for another one."""
+        return self.caches.snapshot(ident, epoch, message)
+
+    def sweep(self, now_s: float) -> list[str]:
+        """Call about once a second. Workers that turned out to send no events since the last call."""
+        return self.caches.sweep(now_s)
+
+
+def _choice(
+    decode: Candidate, prefill: Candidate | None, computes: Candidate, reasons: dict[str, Terms]
+) -> Choice:
+    return Choice(
+        decode=decode.ident,
+        prefill=None if prefill is None else prefill.ident,
+        cached_tokens=computes.cached_tokens,
+        predicted_ttft_ms=computes.ttft_ms,
+        predicted_itl_ms=decode.itl_ms,
+        reasons=reasons,
+        pull_from=computes.pull_from,
+        pull_tokens=computes.pull_tokens,
+    )
+
+
+def build_router(
+    policy: str = "ttft_regret",
+    *,
+    regret_weight: float = 1.0,
+    seed: int = 0,
+    caches: Caches | None = None,
+    models: Callable[[], WorkerModels] = WorkerModels,
+    order: Order = Order.DEADLINE,
+    pull: bool = False,
+    local: bool = True,
+    frontends: int = 1,
+) -> PolicyRouter:
+    """A router of one variant on one frontend.
+
+    Args:
+        policy: a name of `kvrouter.policies.registry.POLICY_NAMES`; another one is a ConfigError.
+        seed: of tie breaks; give each frontend its own.
+        caches: one of this router's own, by default fed by `on_events` and `on_snapshot`.
+        models: makes the priors of a new worker: calibrated ones where there are.
+        order: the one the workers really use.
+        pull: engines can read a cached prefix from a peer before they compute the rest.
+        local: decode workers may compute prompts themselves when that is predicted to cost less.
+        frontends: how many routers place on the same workers, this one included.
+    """
+    return PolicyRouter(
+        make_policy(policy, regret_weight=regret_weight),
+        caches=CacheEvents() if caches is None else caches,
+        models=models,
+        order=order,
+        seed=seed,
+        pull=pull,
+        local=local,
+        frontends=frontends,
+    )
