@@ -49,12 +49,25 @@ class BlockCache:
 
 
 @dataclass(slots=True)
+class Report:
+    """A worker's load report, as far as the replay has something to say (serving.wire.LoadReport)."""
+
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int
+    total_blocks: int
+    step_ms: float
+
+
+@dataclass(slots=True)
 class Job:
     """One request on its way; times are in seconds of the replay."""
 
     attempt: int
     request: TraceRequest
     decode: str
+    frontend: int
     due_s: float = 0.0
     cached_blocks: int | None = None  # found when its prefill began
     left_tokens: float = 0.0
@@ -73,10 +86,13 @@ class PrefillQueue:
         capacity: int,
         on_begun: Callable[[Job, float], None],
         on_stored: Callable[[str, Sequence[int], int, list[int]], None],
+        *,
+        chunked: bool,
     ) -> None:
         self.ident = ident
         self._order = order
         self._cache = BlockCache(capacity)
+        self._chunked = chunked
         self._on_begun = on_begun
         self._on_stored = on_stored
         self._waiting: list[tuple[float, int, Job]] = []
@@ -107,6 +123,16 @@ class PrefillQueue:
             heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
         return (job if done else None), self._next(now_s)
 
+    def load(self) -> tuple[int, int]:
+        """Prompts queued or computing, and their tokens as an engine counts them: waiting ones whole."""
+        jobs = [entry[2] for entry in self._waiting]
+        if self._running is not None:
+            jobs.append(self._running)
+        tokens = sum(
+            job.request.prompt_tokens if job.cached_blocks is None else job.left_tokens for job in jobs
+        )
+        return len(jobs), int(tokens)
+
     def _next(self, now_s: float) -> float | None:
         if not self._waiting:
             return None
@@ -120,8 +146,7 @@ class PrefillQueue:
                 self._cache.use(hashes[: job.cached_blocks])
             self._on_begun(job, now_s)
         chunk = CHUNK_S * TOKENS_PER_S
-        whole = self._order is Order.FIFO or job.left_tokens <= chunk
-        self._slice_tokens = job.left_tokens if whole else chunk
+        self._slice_tokens = min(job.left_tokens, chunk) if self._chunked else job.left_tokens
         return now_s + self._slice_tokens / TOKENS_PER_S
 
     def _store(self, chain: Sequence[int], first_new: int) -> None:
@@ -147,6 +172,9 @@ class DecodeBatch:
         self._go_to(now_s)
         heapq.heappush(self._jobs, (self._count + job.request.output_tokens - 1, job.attempt, job))
         self._kv_tokens += job.request.prompt_tokens
+
+    def __len__(self) -> int:
+        return len(self._jobs)
 
     def next_end_s(self) -> float | None:
         if not self._jobs:

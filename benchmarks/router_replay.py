@@ -30,6 +30,7 @@ from benchmarks.replay_workers import (
     DecodeBatch,
     Job,
     PrefillQueue,
+    Report,
 )
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
@@ -55,6 +56,7 @@ class Setup:
     separate: bool = False  # prefill and decode on workers of their own
     fixed_decode: bool = True
     seed: int = 0
+    frontends: int = 1  # that share the workers, each with a router of its own
 
 
 class Replay:
@@ -62,28 +64,44 @@ class Replay:
 
     def __init__(self, policy: str, setup: Setup) -> None:
         order = Order.DEADLINE if policy == "ttft_regret" else Order.FIFO
+        self._setup = setup
         self._index = PrefixIndex()
-        self._router = build_router(
-            "ttft_regret" if policy == FIFO_OURS else policy,
-            regret_weight=setup.regret_weight,
-            seed=setup.seed,
-            caches=CacheEvents(self._index),
-            models=lambda: WorkerModels.from_priors(prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS),
-            order=order,
-            local=False,  # decode workers of the separate layout only decode, whatever the policy
-        )
+        caches = CacheEvents(self._index)  # one for all: every frontend gets the same events
+        self._routers = [
+            build_router(
+                "ttft_regret" if policy == FIFO_OURS else policy,
+                regret_weight=setup.regret_weight,
+                seed=setup.seed + i,
+                frontends=setup.frontends,
+                caches=caches,
+                models=lambda: WorkerModels.from_priors(
+                    prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS
+                ),
+                order=order,
+                local=False,  # decode workers of the separate layout only decode, whatever the policy
+            )
+            for i in range(setup.frontends)
+        ]
         names = [f"w{i}" for i in range(setup.workers)]
         self._queues = {
-            name: PrefillQueue(name, order, setup.blocks, self._on_begun, self._on_stored) for name in names
+            name: PrefillQueue(
+                name,
+                order,
+                setup.blocks,
+                self._on_begun,
+                self._on_stored,
+                # FIFO is the same in one piece; but reports come with every chunk.
+                chunked=order is Order.DEADLINE or setup.frontends > 1,
+            )
+            for name in names
         }
         decoders = [f"d{i}" for i in range(setup.workers)] if setup.separate else names
         self._decodes = {name: DecodeBatch(fixed=setup.fixed_decode) for name in decoders}
-        # KV for decoding is not scarce here: the cache is counted apart.
-        for name in decoders:
-            self._router.add_worker(WorkerView(name, "decode", BLOCK_TOKENS, 1_000_000, 1024))
-        for name in names:
-            if setup.separate:
-                self._router.add_worker(WorkerView(name, "prefill", BLOCK_TOKENS, 1_000_000, 1024))
+        for router in self._routers:
+            for name in decoders:
+                router.add_worker(WorkerView(name, "decode", BLOCK_TOKENS, setup.blocks, 1024))
+            for name in names if setup.separate else ():
+                router.add_worker(WorkerView(name, "prefill", BLOCK_TOKENS, setup.blocks, 1024))
         self._events: list[tuple[float, int, str, Any]] = []
         self._number = 0
         self._attempts = 0
@@ -109,7 +127,7 @@ class Replay:
                 self._on_decoded(name, now_s)
         if progress is not None and task is not None:
             progress.remove_task(task)
-        assert self._router.in_flight == 0, "every booking was released"
+        assert not any(router.in_flight for router in self._routers), "every booking was released"
 
     def _arrive(self, request: TraceRequest) -> None:
         now_s = request.arrival_s
@@ -119,25 +137,32 @@ class Replay:
             max_tokens=MOST_OUTPUT_TOKENS,
             hashes=request.hashes,
         )
-        choice = self._router.choose(wanted, now_s)
+        frontend = len(self.jobs) % len(self._routers)
+        router = self._routers[frontend]
+        choice = router.choose(wanted, now_s)
         computes = choice.prefill or choice.decode
         self._attempts += 2
-        job = Job(self._attempts, request, choice.decode)
+        job = Job(self._attempts, request, choice.decode, frontend)
         self.jobs.append(job)
-        self._router.book(job.attempt, computes, wanted, now_s)
+        router.book(job.attempt, computes, wanted, now_s)
         if choice.prefill is not None:
-            self._router.book(job.attempt + 1, choice.decode, wanted, now_s)
+            router.book(job.attempt + 1, choice.decode, wanted, now_s)
         self._plan(self._queues[computes].submit(job, now_s), "prefill", computes)
 
     def _on_slice(self, name: str, now_s: float) -> None:
         done, again_s = self._queues[name].advance(now_s)
         self._plan(again_s, "prefill", name)
-        if done is None:
-            return
+        if done is not None:
+            self._on_computed(done, name, now_s)
+        if len(self._routers) > 1:
+            self._report(name, now_s)
+
+    def _on_computed(self, done: Job, name: str, now_s: float) -> None:
         done.first_token_s = now_s
-        self._router.computed(done.attempt, now_s)
+        router = self._routers[done.frontend]
+        router.computed(done.attempt, now_s)
         if done.decode != name:
-            self._router.release(done.attempt)
+            router.release(done.attempt)
         if done.request.output_tokens <= 1:
             self._finish(done, now_s)
             return
@@ -152,8 +177,8 @@ class Replay:
 
     def _finish(self, job: Job, now_s: float) -> None:
         job.finished_s = now_s
-        self._router.release(job.attempt)
-        self._router.release(job.attempt + 1)
+        self._routers[job.frontend].release(job.attempt)
+        self._routers[job.frontend].release(job.attempt + 1)
 
     def _plan(self, at_s: float | None, kind: str, name: str) -> None:
         if at_s is not None:
@@ -171,7 +196,16 @@ class Replay:
 
     def _on_begun(self, job: Job, now_s: float) -> None:
         cached = (job.cached_blocks or 0) * BLOCK_TOKENS
-        self._router.begun(job.attempt, min(cached, job.request.prompt_tokens - 1), now_s)
+        self._routers[job.frontend].begun(job.attempt, min(cached, job.request.prompt_tokens - 1), now_s)
+
+    def _report(self, name: str, now_s: float) -> None:
+        """One a chunk, to all frontends. KV is not scarce here, so its counts say nothing."""
+        waiting, tokens = self._queues[name].load()
+        running = 0 if self._setup.separate else len(self._decodes[name])
+        blocks = self._setup.blocks
+        report = Report(running, waiting, tokens, blocks, blocks, 0.0)
+        for router in self._routers:
+            router.on_load(name, report, now_s)
 
     def _on_stored(self, name: str, chain: Sequence[int], first_new: int, evicted: list[int]) -> None:
         parent = chain[first_new - 1] if first_new else None
@@ -226,6 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, help="only the first so many")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--frontends", type=int, default=1, help="that share the workers; reports tell of others"
+    )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
     setup = Setup(
@@ -235,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.layout == "separate",
         args.decode == "fixed",
         args.seed,
+        args.frontends,
     )
     try:
         requests = load_trace(args.trace, traces_dir(args.traces), args.speed, args.requests)

@@ -24,7 +24,7 @@ class TraceRequest:
 
 
 def traces_dir(given: str | None) -> Path:
-    """`given`, or the project's shared traces beside the repository. Raises FileNotFoundError with one line."""
+    """`given`, or the shared traces beside the repository. Raises FileNotFoundError with one line."""
     path = Path(given) if given is not None else Path(__file__).parents[2] / "shared" / "data" / "traces"
     if not path.is_dir():
         raise FileNotFoundError(

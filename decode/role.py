@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from decode.counters import HandoffCounters, failure_kind
 from serving.config import Deadlines
@@ -218,8 +219,12 @@ class DecodeRole:
             if end > have:
                 source, target = source[have - chunk.first :], reserved.blocks[have:end]
                 note = pack_note(AttemptId(job.handoff.attempt), chunk.generation)
-                read = self._kv_io.read(peer.agent, source, target, note, transfer_s, token=job.attempt)
-                reads.create_task(read)
+                renew = partial(peer.send, Renew(job.handoff.attempt, chunk.generation))
+                reads.create_task(
+                    self._kv_io.read(
+                        peer.agent, source, target, note, transfer_s, token=job.attempt, waiting=renew
+                    )
+                )
                 job.n_read += len(source)
                 have = end
             if chunk.last and chunk.token is not None:

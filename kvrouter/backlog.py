@@ -1,7 +1,7 @@
 """The prompts one worker has still to compute, in its own order; time works them off. Pure.
 
-Holds what is known by name (the router's own bookings) and lumps what only the worker's reports tell of: work
-that other frontends sent. Times are predictions in milliseconds; `now_s` never goes back.
+Holds what is known by name (the router's own bookings) and lumps what only the worker's reports tell of:
+work that other frontends sent. Times are predictions in milliseconds; `now_s` never goes back.
 """
 
 from __future__ import annotations

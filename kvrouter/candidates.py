@@ -6,12 +6,19 @@ from collections.abc import Mapping, Sequence
 
 from kvrouter.cost import Candidate, Demand, cheapest_prefix
 from kvrouter.load import WorkerLoad
+from kvrouter.turnover import CacheTurnover
 
 __all__ = ["candidates"]
 
 
 def candidates(
-    demand: Demand, loads: Sequence[WorkerLoad], matched: Mapping[str, int], now_s: float, *, pull: bool
+    demand: Demand,
+    loads: Sequence[WorkerLoad],
+    matched: Mapping[str, int],
+    turnover: CacheTurnover,
+    now_s: float,
+    *,
+    pull: bool,
 ) -> list[Candidate]:
     """One per load, in that order. `matched`: cached leading blocks by worker, of any role.
 
@@ -49,6 +56,7 @@ def candidates(
                 itl_ms=load.models.step.ms(in_flight + 1, (kv_blocks + needs_blocks) * size),
                 room_blocks=load.view.total_blocks - load.promised_blocks,
                 needs_blocks=needs_blocks,
+                turnover=turnover.excess(ident),
                 pull_from=way.source,
                 pull_tokens=way.tokens,
             )

@@ -1,8 +1,8 @@
 """What a choice is made of: candidates with their predictions; filter, score, pick. Pure.
 
 A policy filters and scores; `pick` takes the least total, ties by a seeded generator. Terms are named with
-their unit (`_ms`, `_tokens`, `_blocks`); `total` is what is compared, in milliseconds unless the policy says
-otherwise.
+their unit (`_ms`, `_tokens`, `_blocks`); `total` is what is compared, in milliseconds unless the policy
+says otherwise.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Candidate:
     itl_ms: float = 0.0  # of the batch with this request in it
     room_blocks: int = 0  # not promised to anyone
     needs_blocks: int = 0  # prompt and expected output
+    turnover: float = 0.0  # by how many caches it was overwritten more than its peers lately
     pull_from: str | None = None
     pull_tokens: int = 0
 

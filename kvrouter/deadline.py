@@ -5,10 +5,10 @@ DEADLINE: earliest first, of
     due = arrival + slack + the prompt's own prefill time
 
 looked at anew at every chunk border, so a long prompt does not block a short one. It is size-aware because
-the own time is in it, and it ages by itself: `due` is fixed at arrival, and a prompt that arrives later than
-it cannot overtake. The own time counts up to `LONGEST_MS`, which bounds the wait of the longest prompt by
-what arrives in `slack + LONGEST_MS`. Measured against FIFO on the traces: 8-23 % off the mean TTFT, half
-the median (benchmarks/router_replay.py).
+the own time is in it. It ages by itself: `due` is fixed at arrival, and what arrives after it cannot
+overtake. The own time counts up to `LONGEST_MS`, which bounds how long the longest can be overtaken.
+Slack is the same for all prompts of a class and orders only between classes. Measured against FIFO with
+benchmarks/router_replay.py.
 
 FIFO: due = arrival. What engines do whose scheduler is not ours.
 """

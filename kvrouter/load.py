@@ -1,7 +1,7 @@
 """What one worker has to do, as one router knows it: its own bookings, corrected by the worker's reports.
 
-Bookings count at once. A report, one per step, knows what other frontends sent, but not what was sent since;
-so the load is
+Bookings count at once. A report, one per step, knows what other frontends sent, but not what was sent
+since; so the load is
 
     the report + our bookings since (times the number of frontends, who do as we do until a report says)
 

@@ -8,9 +8,10 @@ All in milliseconds. The third term of T_prefill is attention: token i of the co
 i, and the computed tokens are the last u. DistServe's simulator fits the same forms (simdistserve, profile
 data). Each worker has models of its own, because GPUs, clocks and neighbours differ.
 
-The fit is recursive least squares with forgetting (Ljung, System Identification, section 11.2) on *relative*
-errors, so that a prompt of 50 ms counts as much as one of 5 s. A sample far off what the recent ones let
-expect is left out, since one stall must not bend the model; many such in a row are a change, and are believed.
+The fit is recursive least squares with slowly drifting coefficients (Ljung, System Identification, section
+11.2: the Kalman form, which stays stable when all samples are alike) on *relative* errors, so that a prompt
+of 50 ms counts as much as one of 5 s. A sample far off what the recent ones let expect is left out, since
+one stall must not bend the model; many in a row are a change, and are believed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from dataclasses import dataclass, field
 
 __all__ = ["LinearModel", "MoveModel", "PrefillModel", "StepModel", "WorkerModels"]
 
-FORGETTING = 0.995  # a sample counts half after about 140 more
-PRIOR_WEIGHT = 0.25  # variance of the prior's relative error: (50 %) squared
+DRIFT = 0.002  # how far a coefficient may wander per sample, of its first uncertainty
+PRIOR_ERROR = 0.5  # of a sample's time that any one term may turn out to explain
+MOST_NOISE = 0.3  # relative; while a model is still wrong its errors are not noise
 GATE = 4.0  # samples further off than this many typical errors are left out
 GATE_FLOOR = 0.10  # but never those within 10 %
 TYPICAL_RATE = 0.1  # of the running mean that says what a typical error is
-BELIEVED_AFTER = 8  # outliers in a row that are a change
+WARM_UP = 8  # samples before the gate closes; outliers in a row that are a change
 FLOOR_MS = 0.01  # times below this are taken as this, so that relative errors exist
 
 
@@ -41,7 +43,9 @@ class LinearModel:
         self.coefficients = list(prior)
         self.samples = 0  # taken in
         self.outliers = 0  # left out
-        self._covariance: list[list[float]] | None = None
+        self._covariance: list[list[float]] = []
+        self._most: list[float] = []  # variances it started with
+        self._warming = WARM_UP  # samples still taken in without a gate
         self._typical = GATE_FLOOR
         self._off = 0  # outliers since the last good sample
 
@@ -58,51 +62,57 @@ class LinearModel:
         expected = max(self.ms(features), FLOOR_MS)
         error = (ms - expected) / min(expected, ms)  # symmetric: half and double are equally far
         size = abs(error)
-        if self._covariance is None:
-            self._covariance = self._spread(features, expected)
-        # The first sample settles the scale, whatever the prior was.
-        elif size > max(GATE * self._typical, GATE_FLOOR):
+        if self._warming == WARM_UP:
+            # Another machine than the prior's is first of all faster or slower as a whole.
+            self.coefficients = [k * ms / expected for k in self.coefficients]
+            self._covariance = self._spread(features, ms)
+            self._most = [row[i] for i, row in enumerate(self._covariance)]
+            size = GATE_FLOOR
+        elif self._warming == 0 and size > max(GATE * self._typical, GATE_FLOOR):
+            self.outliers += 1
             self._off += 1
-            if self._off < BELIEVED_AFTER:
-                self.outliers += 1
-                return False
-            self._covariance = self._spread(features, expected)
-            self._typical = size
+            if self._off >= WARM_UP:
+                self._warming = WARM_UP  # a change, not outliers: start anew from the next sample
+                self._off = 0
+            return False
+        self._warming = max(self._warming - 1, 0)
         self._off = 0
-        self._typical += TYPICAL_RATE * (size - self._typical)
+        self._typical += TYPICAL_RATE * (min(size, 1.0) - self._typical)
         # Weighting by the larger of both keeps one long sample from dominating a short prediction.
         scale = max(expected, ms)
         self._update([x / scale for x in features], (ms - self.ms(features)) / scale)
         self.samples += 1
         return True
 
-    def _spread(self, features: tuple[float, ...], expected: float) -> list[list[float]]:
+    def _spread(self, features: tuple[float, ...], ms: float) -> list[list[float]]:
         """A covariance under which each term may explain a share of the sample's time."""
         n = len(features)
         spread = [[0.0] * n for _ in range(n)]
         for i, (k, x) in enumerate(zip(self.coefficients, features, strict=True)):
-            sd = max(k, 0.1 * expected / x if x > 0 else 0.0)
-            spread[i][i] = PRIOR_WEIGHT * sd * sd * 4.0
+            sd = max(k, PRIOR_ERROR * ms / x if x > 0 else 0.0)
+            spread[i][i] = sd * sd
         return spread
 
     def _update(self, x: list[float], error: float) -> None:
         p = self._covariance
-        assert p is not None
         n = len(x)
         px = [sum(p[i][j] * x[j] for j in range(n)) for i in range(n)]
-        noise = max(self._typical, 0.01) ** 2
-        denominator = FORGETTING * noise + sum(x[i] * px[i] for i in range(n))
+        noise = min(max(self._typical, 0.01), MOST_NOISE) ** 2
+        denominator = noise + sum(x[i] * px[i] for i in range(n))
         for i in range(n):
             # Clamped: a negative cost per token is never right, however the samples fall.
             self.coefficients[i] = max(0.0, self.coefficients[i] + px[i] / denominator * error)
         for i in range(n):
             for j in range(n):
-                p[i][j] = (p[i][j] - px[i] * px[j] / denominator) / FORGETTING
+                p[i][j] -= px[i] * px[j] / denominator
+        for i, most in enumerate(self._most):
+            # Bounded: what no sample tells of gets no more uncertain than it was at first.
+            p[i][i] = min(p[i][i] + DRIFT * DRIFT * most, most) if p[i][i] > 0 else DRIFT * DRIFT * most
 
 
 @dataclass(slots=True)
 class PrefillModel:
-    """T_prefill of one worker. The prior is an H200-like 20k tokens/s: use a calibration where there is one."""
+    """T_prefill of one worker. The prior is 20k tokens/s: use a calibration where there is one."""
 
     linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.05, 0.0)))
 

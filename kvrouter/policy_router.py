@@ -28,6 +28,7 @@ from kvrouter.perf_model import WorkerModels
 from kvrouter.policies.policy import Policy
 from kvrouter.policies.registry import make_policy
 from kvrouter.router import Choice, LoadLike, RouterRequest, WorkerView
+from kvrouter.turnover import CacheTurnover
 from serving.errors import NoWorker
 
 __all__ = ["EXPECTED_OUTPUT_TOKENS", "Caches", "PolicyRouter", "build_router"]
@@ -86,19 +87,21 @@ class PolicyRouter:
         self._loads: dict[str, WorkerLoad] = {}
         self._attempts: dict[int, str] = {}  # attempt -> worker
         self._pending = PendingPrefixes()
+        self._turnovers = {role: CacheTurnover() for role in ("prefill", "decode")}
         self._sessions: OrderedDict[str, str] = OrderedDict()  # session -> worker that computed last
 
     # ------------------------------------------------------------ workers
 
     def add_worker(self, worker: WorkerView) -> None:
         """A worker that is known keeps its bookings. A new one is taken to be as fast as its peers."""
+        self.caches.add_worker(worker.ident, worker.total_blocks)
+        cache_tokens = worker.total_blocks * worker.block_tokens
+        self._turnovers[worker.role].add_worker(worker.ident, cache_tokens)
         known = self._loads.get(worker.ident)
         if known is not None:
             known.view = worker
-            self.caches.add_worker(worker.ident, worker.total_blocks)
             return
         models = self._models()
-        self.caches.add_worker(worker.ident, worker.total_blocks)
         peers = [load for load in self._loads.values() if load.view.role == worker.role]
         if peers:
             models.learn_from(max(peers, key=lambda load: load.models.samples).models)
@@ -110,6 +113,8 @@ class PolicyRouter:
             del self._attempts[attempt]
             self._pending.drop(attempt)
         self.caches.remove_worker(ident)
+        for turnover in self._turnovers.values():
+            turnover.remove_worker(ident)
 
     def set_frontends(self, count: int) -> None:
         """How many routers place on these workers, this one included."""
@@ -148,7 +153,7 @@ class PolicyRouter:
         self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
     ) -> Choice:
         """Prefill and decode on one worker."""
-        able = with_room(candidates(demand, loads, matched, now_s, pull=self._pull))
+        able = with_room(self._candidates(demand, loads, matched, now_s))
         chosen, reasons = self._compute_on(demand, able)
         self.policy.chosen(chosen)
         return _choice(chosen, None, chosen, reasons)
@@ -161,11 +166,11 @@ class PolicyRouter:
         matched: Mapping[str, int],
         now_s: float,
     ) -> Choice:
-        able = with_room(candidates(demand, decoders, matched, now_s, pull=self._pull))
+        able = with_room(self._candidates(demand, decoders, matched, now_s))
         scores = [self.policy.score_decode(demand, c) for c in able]
         decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
         self.policy.chosen(decode)
-        able_to_compute = candidates(demand, prefillers, matched, now_s, pull=self._pull)
+        able_to_compute = self._candidates(demand, prefillers, matched, now_s)
         chosen, reasons = self._compute_on(demand, able_to_compute)
         for candidate, terms in zip(able, scores, strict=True):
             reasons[candidate.ident] = terms
@@ -188,6 +193,12 @@ class PolicyRouter:
         scores = [self.policy.score(demand, candidate) for candidate in kept]
         chosen, _ = pick(kept, [terms["total"] for terms in scores], self._random)
         return chosen, {c.ident: terms for c, terms in zip(kept, scores, strict=True)}
+
+    def _candidates(
+        self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
+    ) -> list[Candidate]:
+        turnover = self._turnovers[loads[0].view.role]
+        return candidates(demand, loads, matched, turnover, now_s, pull=self._pull)
 
     def _able(self, role: str, request: RouterRequest) -> list[WorkerLoad]:
         able = [w for w in self._loads.values() if w.view.role == role and not w.view.draining]
@@ -231,6 +242,7 @@ class PolicyRouter:
         )
         self._attempts[attempt] = worker
         if computes:
+            self._turnovers[load.view.role].write(worker, uncached)
             if request.hashes:
                 self._pending.add(attempt, worker, request.hashes)
                 known = cached // load.view.block_tokens

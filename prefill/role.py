@@ -162,6 +162,9 @@ class PrefillRole:
             case Attach():
                 self._attach(link, AttemptId(message.attempt), message.first)
             case Renew():
+                # Its read is not done at once, so it is none that needs only the reader: poll for it.
+                if message.attempt in self._handovers:
+                    self._kv_io.attend(message.attempt)
                 self._renew(AttemptId(message.attempt), message.generation)
             case Confirm():
                 self._confirm(link, AttemptId(message.attempt), message.generation)
@@ -203,7 +206,6 @@ class PrefillRole:
         if lease is None:
             self._drop(attempt, "the lease ran out")
             return
-        self._kv_io.attend(attempt)
         blocks = pack_u32([int(block) for block in chunk.blocks[skip:]])
         lease_ms = int(self._lease_s * 1e3)
         first = chunk.first + skip

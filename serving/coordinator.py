@@ -354,7 +354,11 @@ class Coordinator:
     def _to_blame(run: Run) -> list[str]:
         """The workers whose turn it is in the run's stage."""
         decoding = run.stage is Stage.FIRST_DECODE
-        return [a.worker for a in run.attempts.values() if decoding == (a.mode is Mode.DECODE)]
+        return [
+            a.worker
+            for a in run.attempts.values()
+            if a.mode is Mode.LOCAL or decoding == (a.mode is Mode.DECODE)
+        ]
 
     def sweep(self) -> None:
         """Enforce the deadlines; call it every quarter of a second."""

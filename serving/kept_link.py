@@ -21,7 +21,7 @@ LASTING_S = 1.0  # a link that lived this long starts the waits anew; a peer tha
 class KeptLink:
     """Owns one dialling task. The handler hears `on_open` and `on_lost` for every link in turn.
 
-    `start` and `stop` are a pair; after `stop` the handler hears one `on_lost` at most.
+    `start` and `stop` are a pair; the handler hears its last `on_lost` before `stop` returns.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class KeptLink:
                 await self._task
         if self._link is not None:
             self._link.close("no longer wanted")
+            await self._lost.wait()
 
     def send(self, message: Message) -> None:
         """Dropped while there is no link: the owner hears `on_lost` and knows."""

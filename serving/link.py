@@ -127,14 +127,21 @@ class Link(asyncio.Protocol):
 
     def close(self, reason: str) -> None:
         """End the link now. Idempotent; `on_lost` follows if it was open, and no other call."""
-        if self._state is not _State.CLOSED and self._transport is not None:
-            self._reason = reason
+        if self._state is _State.CLOSED:
+            return
+        self._reason = reason
+        if self._transport is not None:
             self._transport.abort()
+        else:
+            self._state = _State.CLOSED  # before it was connected
 
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        if self._state is _State.CLOSED:
+            self._transport.abort()
+            return
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -308,6 +315,7 @@ class LinkServer:
         self._beat = beat
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
+        self._stopped = False
 
     async def start(self, host: str, port: int = 0) -> str:
         """Listen on `host` only; returns the `host:port` that peers dial."""
@@ -316,14 +324,18 @@ class LinkServer:
         return f"{bound[0]}:{bound[1]}"
 
     async def stop(self) -> None:
+        self._stopped = True
         if self._server is not None:
             self._server.close()
             for link in list(self._links):
                 link.close("the process is stopping")
+            await asyncio.sleep(0)  # their `on_lost` comes with the loop's next turn
 
     def _accept(self) -> Link:
         link = Link(self._me, self._key, self._handler, dialled=False, beat=self._beat)
         self._links.add(link)
+        if self._stopped:  # accepted by the kernel before
+            link.close("the process is stopping")
         link.opened.add_done_callback(lambda _: self._forget_closed())
         return link
 

@@ -13,7 +13,7 @@ from typing import Any
 Members = dict[str, dict[str, Any]]  # replica id -> what record_replica_metadata() returned
 Subscriber = Callable[[Members], None]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # held while subscribers are called: a list never overtakes a newer one
 _latest: dict[str, Members] = {}
 _subscribers: dict[str, list[Subscriber]] = {}
 
@@ -22,9 +22,8 @@ def publish(deployment: str, members: Members) -> None:
     """Replace the member list of `deployment`; subscribers are called on the caller's thread."""
     with _lock:
         _latest[deployment] = members
-        subscribers = list(_subscribers.get(deployment, ()))
-    for subscriber in subscribers:
-        subscriber(members)
+        for subscriber in list(_subscribers.get(deployment, ())):
+            subscriber(members)
 
 
 def subscribe(deployment: str, subscriber: Subscriber) -> None:
@@ -32,5 +31,5 @@ def subscribe(deployment: str, subscriber: Subscriber) -> None:
     with _lock:
         _subscribers.setdefault(deployment, []).append(subscriber)
         latest = _latest.get(deployment)
-    if latest is not None:
-        subscriber(latest)
+        if latest is not None:
+            subscriber(latest)

@@ -137,6 +137,7 @@ class Client:
         self.api = api
         self.leave = asyncio.Event()  # set it to disconnect
         self.leave_after = b""  # disconnect once this was received three times
+        self.patience_s = 10.0
 
     async def send(
         self,
@@ -172,7 +173,7 @@ class Client:
             "path": path,
             "headers": [(k.lower().encode(), v.encode()) for k, v in (headers or {}).items()],
         }
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(self.patience_s):
             await self.api(scope, receive, send)
         bodies = [m for m in messages if m["type"] == "http.response.body"]
         start: dict[str, Any] = messages[0] if messages else {"status": 0, "headers": []}

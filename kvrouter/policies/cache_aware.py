@@ -3,7 +3,7 @@ or, while counts are even, in blocks not matched.
 
     uneven:  most - least > 64  and  most > 1.5 * least  -> least in flight
     else     match > half the prompt                     -> longest match
-    else                                                 -> smallest tree: here, fewest cached tokens chosen for
+    else                                                 -> smallest tree
 
 The tree size is what was sent to a worker so far, as in its approximate tree.
 """

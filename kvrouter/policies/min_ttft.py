@@ -1,4 +1,4 @@
-"""Least predicted TTFT, the form of Mooncake's scheduler (FAST'25, algorithm 1): wait + prefill, no regret."""
+"""Least predicted TTFT, the form of Mooncake's scheduler (FAST'25, algorithm 1): wait + prefill."""
 
 from __future__ import annotations
 

@@ -36,5 +36,5 @@ class Policy(ABC):
         """Terms of decoding on `candidate`, which has KV room; by default fewest requests in flight."""
         return {"total": float(candidate.in_flight)}
 
-    def chosen(self, candidate: Candidate) -> None:
-        """`candidate` computes the prompt; for rules with a memory."""
+    def chosen(self, candidate: Candidate) -> None:  # noqa: B027 (most rules have no memory)
+        """`candidate` was picked; for rules with a memory."""

@@ -1,11 +1,17 @@
-"""Ours: predicted TTFT, plus the GPU time that a colder worker burns, plus the delay it causes.
+"""Ours: predicted TTFT, the GPU time that a colder worker burns, and the delay that others get.
 
-    total = wait + T_prefill(u) + lambda * [T_prefill(u) - T_prefill(u on the best-cached)] + 0.1 * queue behind
+    total = wait + T_prefill(u)
+          + lambda * [T_prefill(u) - T_prefill(u on the best-cached worker)]      regret
+          + T_prefill(u) * (queued prompts that it overtakes)                      delay
+          + 0.5 * T_prefill(u) * (turnover of the cache above its peers')          eviction
 
-The second term prices what a choice takes from later arrivals: a prefix stays where it is cached until its
-own queue costs more than computing (or pulling) it elsewhere; then it spreads. No threshold, one weight.
-`queue behind` is backlog that is not in the wait already: under a deadline order short prompts overtake it,
-and should still keep off busy workers. Decode: least predicted ITL, ties to the longest match.
+Regret is what a choice takes from later arrivals: a prefix stays where it is cached until its own queue
+costs more than computing (or pulling) it elsewhere; then it spreads. No threshold, one weight. Delay is the
+rest of the sum of all TTFTs: under FIFO nobody is overtaken; under a deadline order a short prompt hardly
+waits anywhere, and this keeps it from where it makes others wait. Eviction prices the blocks that new ones
+push out: younger ones where more was written lately. All in milliseconds.
+
+Decode: least predicted ITL, ties to the longest match.
 """
 
 from __future__ import annotations
@@ -17,8 +23,9 @@ from kvrouter.policies.policy import Policy
 
 __all__ = ["TtftRegret"]
 
-BEHIND_WEIGHT = 0.1
+EVICTION_WEIGHT = 0.5  # flat between 0.25 and 1 on the traces
 SESSION_MS = 5.0  # a session stays where it is unless another worker is this much better
+MATCH_MS = 1e-6  # decides between equal ITLs only
 
 
 class TtftRegret(Policy):
@@ -29,21 +36,22 @@ class TtftRegret(Policy):
         self.regret_weight = regret_weight
 
     def score(self, demand: Demand, candidate: Candidate) -> Terms:
-        regret_ms = self.regret_weight * (candidate.prefill_ms - demand.best_prefill_ms)
-        behind_ms = BEHIND_WEIGHT * (candidate.backlog_ms - candidate.wait_ms)
-        session_ms = 0.0
-        if demand.session_worker is not None and demand.session_worker != candidate.ident:
-            session_ms = SESSION_MS
+        prefill_ms = candidate.prefill_ms
+        regret_ms = self.regret_weight * (prefill_ms - demand.best_prefill_ms)
+        delay_ms = prefill_ms * candidate.delays
+        eviction_ms = EVICTION_WEIGHT * prefill_ms * candidate.turnover
+        elsewhere = demand.session_worker is not None and demand.session_worker != candidate.ident
+        session_ms = SESSION_MS if elsewhere else 0.0
         return {
             "wait_ms": candidate.wait_ms,
-            "prefill_ms": candidate.prefill_ms,
+            "prefill_ms": prefill_ms,
             "regret_ms": regret_ms,
-            "behind_ms": behind_ms,
+            "delay_ms": delay_ms,
+            "eviction_ms": eviction_ms,
             "session_ms": session_ms,
-            "total": candidate.wait_ms + candidate.prefill_ms + regret_ms + behind_ms + session_ms,
+            "total": candidate.wait_ms + prefill_ms + regret_ms + delay_ms + eviction_ms + session_ms,
         }
 
     def score_decode(self, demand: Demand, candidate: Candidate) -> Terms:
-        # A match saves its transfer, at most; it only decides between equals.
-        tie_ms = -1e-6 * candidate.cached_tokens / max(demand.prompt_tokens, 1)
-        return {"itl_ms": candidate.itl_ms, "match_ms": tie_ms, "total": candidate.itl_ms + tie_ms}
+        match_ms = MATCH_MS * candidate.cached_tokens / max(demand.prompt_tokens, 1)
+        return {"itl_ms": candidate.itl_ms, "match_ms": -match_ms, "total": candidate.itl_ms - match_ms}

@@ -44,6 +44,7 @@ class _Read:
     note: bytes
     token: Hashable
     done: asyncio.Future[None]
+    waiting: Callable[[], None]  # called on the loop if the read did not end as it was posted
     abandoned: bool = False  # written by the loop, read by the thread before it posts
 
 
@@ -70,9 +71,10 @@ class _News:
     ended: list[tuple[_Read, TransferError | None]] = field(default_factory=list)
     lost: list[_Read] = field(default_factory=list)  # failed, and nobody will know when they end
     notes: list[bytes] = field(default_factory=list)
+    waiting: list[_Read] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.called or self.ended or self.lost or self.notes)
+        return bool(self.called or self.ended or self.lost or self.notes or self.waiting)
 
 
 class KvIo:
@@ -161,15 +163,19 @@ class KvIo:
         deadline_s: float,
         *,
         token: Hashable,
+        waiting: Callable[[], None] | None = None,
     ) -> None:
         """Read `source` of `peer` into our `target`; returns when the bytes are here.
+
+        `waiting` is called when they are not at once: over tcp the owner has to poll for them.
 
         Raises TransferTimeout, PeerGone or another TransferError. After any of them, or a cancel, ask
         `in_flight(token)` whether the targets may still be written.
         """
         if self._thread is None or self._broken is not None:
             raise TransferError(self._broken or "kv-io is not open")
-        read = _Read(peer, source, target, note, token, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        read = _Read(peer, source, target, note, token, done, waiting or _ignore_waiting)
         self._in_flight.setdefault(token, set()).add(read)
         self._put(read)
         try:
@@ -242,6 +248,9 @@ class KvIo:
             _settle(read.done, None, TransferError(self._broken or "kv-io failed"))
         for note in news.notes:
             self.on_note(note)
+        for read in news.waiting:
+            if not read.done.done():
+                read.waiting()
 
     # -- on the thread
 
@@ -250,11 +259,14 @@ class KvIo:
         pause_s = FASTEST_POLL_S
         while not self._stopping:
             news = _News()
+            known = len(self._posted)
             try:
                 for _ in range(len(self._todo)):
                     self._take(transfer, self._todo.popleft(), news)
+                posted = list(self._posted)[known:]
                 if self._opened and self._broken is None:
                     self._poll(transfer, news)
+                news.waiting += [self._posted[read] for read in posted if read in self._posted]
             except Exception as error:  # nothing the transfer promises; without it no read can end
                 log.exception("kv-io cannot go on")
                 self._broken = f"kv-io failed: {error!r}"
@@ -324,4 +336,8 @@ def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) ->
 
 
 def _ignore(_: object) -> None:
+    pass
+
+
+def _ignore_waiting() -> None:
     pass

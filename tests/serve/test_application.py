@@ -167,9 +167,7 @@ def test_a_hundred_streams_cancelled_at_random_moments(client: Client, scrape: S
     """In prefill, in transfer, in decode: nothing stays used, leased or quarantined on either side."""
     where = urlsplit(client.url)
     rng = random.Random(3)
-    total = sum(
-        blocks(scrape, state) for state in ("used", "leased", "quarantined", "cached", "free")
-    )
+    total = sum(blocks(scrape, state) for state in ("used", "leased", "quarantined", "cached", "free"))
 
     def cancelled(n: int) -> int:
         """One stream hung up after a random time; returns the bytes that came."""

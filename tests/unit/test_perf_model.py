@@ -1,0 +1,123 @@
+"""kvrouter.perf_model: the forms are learnt from noisy samples, outliers are not, changes are."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvrouter.perf_model import LinearModel, MoveModel, PrefillModel, StepModel, WorkerModels
+
+TRUE_PREFILL = (4.0, 0.08, 3e-6)
+
+
+def prefill_ms(uncached: int, context: int) -> float:
+    a, b, c = TRUE_PREFILL
+    return a + b * uncached + c * uncached * (context - uncached / 2)
+
+
+def learn(
+    model: PrefillModel, samples: int, noise: float = 0.05, scale: float = 1.0, seed: int = 1
+) -> None:
+    generator = random.Random(seed)
+    for _ in range(samples):
+        context = generator.randint(50, 60_000)
+        uncached = generator.randint(1, context)
+        ms = scale * prefill_ms(uncached, context) * generator.uniform(1 - noise, 1 + noise)
+        model.observe(uncached, context, ms)
+
+
+def test_formula_counts_attention_of_the_last_tokens() -> None:
+    model = PrefillModel(LinearModel((1.0, 2.0, 3.0)))
+    # tokens 7..10 of 10: 4 * (10 - 2) = 32 pairs
+    assert model.ms(4, 10) == 1 + 2 * 4 + 3 * 32
+    assert model.ms(0, 10) == 0
+
+
+def test_same_tokens_cost_more_behind_a_longer_prefix() -> None:
+    model = WorkerModels.from_priors(prefill=TRUE_PREFILL).prefill
+    assert model.ms(1000, 50_000) > model.ms(1000, 1000)
+
+
+@pytest.mark.parametrize(
+    "factor", [0.1, 1.0, 10.0], ids=["prior 10x fast", "prior right", "prior 10x slow"]
+)
+def test_learns_whatever_the_prior(factor: float) -> None:
+    model = PrefillModel(LinearModel((TRUE_PREFILL[0] * factor, TRUE_PREFILL[1] * factor, 0.0)))
+    learn(model, 300)
+    for uncached, context in ((100, 100), (1000, 30_000), (8000, 8000), (30_000, 60_000)):
+        assert model.ms(uncached, context) == pytest.approx(prefill_ms(uncached, context), rel=0.08)
+
+
+def test_few_samples_are_enough_to_be_near() -> None:
+    model = PrefillModel(LinearModel((1.0, 0.01, 0.0)))
+    learn(model, 20)
+    assert model.ms(8000, 8000) == pytest.approx(prefill_ms(8000, 8000), rel=0.25)
+
+
+def test_outlier_is_left_out() -> None:
+    model = PrefillModel(LinearModel((1.0, 0.05, 0.0)))
+    learn(model, 300)
+    before = list(model.linear.coefficients)
+    assert not model.observe(1000, 1000, 50 * prefill_ms(1000, 1000))
+    assert not model.observe(1000, 1000, 0.02 * prefill_ms(1000, 1000))
+    assert model.linear.coefficients == before
+    assert model.linear.outliers == 2
+
+
+def test_lasting_change_is_believed() -> None:
+    model = PrefillModel(LinearModel((1.0, 0.05, 0.0)))
+    learn(model, 300)
+    learn(model, 120, scale=3.0, seed=2)
+    assert model.ms(8000, 8000) == pytest.approx(3 * prefill_ms(8000, 8000), rel=0.15)
+
+
+def test_coefficients_never_go_below_zero() -> None:
+    model = StepModel()
+    generator = random.Random(3)
+    for _ in range(500):
+        model.observe(generator.randint(1, 64), generator.randint(0, 10_000), generator.uniform(1, 40))
+        assert min(model.linear.coefficients) >= 0
+
+
+def test_step_time_is_learnt() -> None:
+    model = StepModel(LinearModel((10.0, 0.1, 0.0)))
+    generator = random.Random(4)
+    for _ in range(400):
+        batch, kv = generator.randint(1, 128), generator.randint(1000, 400_000)
+        model.observe(batch, kv, (12 + 0.2 * batch + 4e-5 * kv) * generator.uniform(0.97, 1.03))
+    assert model.ms(64, 200_000) == pytest.approx(12 + 12.8 + 8, rel=0.05)
+
+
+def test_a_day_of_equal_samples_does_no_harm() -> None:
+    """Forgetting without news: the variance of what is not excited stays bounded."""
+    model = StepModel()
+    generator = random.Random(5)
+    for _ in range(20_000):
+        model.observe(4, 4000, 13.0 * generator.uniform(0.98, 1.02))
+    assert model.ms(4, 4000) == pytest.approx(13.0, rel=0.02)
+    for _ in range(100):
+        model.observe(8, 90_000, 20.0)
+    assert model.ms(8, 90_000) == pytest.approx(20.0, rel=0.05)
+
+
+@pytest.mark.parametrize("ms", [0.0, -1.0])
+def test_times_that_cannot_be_teach_nothing(ms: float) -> None:
+    model = MoveModel()
+    assert not model.observe(1000, ms)
+    assert not model.observe(0, 1.0)
+    assert model.linear.samples == 0
+
+
+@pytest.mark.parametrize("prior", [(-1.0, 1.0), (0.0, 0.0)])
+def test_priors_that_cannot_be_are_refused(prior: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="coefficients"):
+        LinearModel(prior)
+
+
+def test_new_worker_starts_from_what_a_peer_knows() -> None:
+    taught, fresh = WorkerModels(), WorkerModels()
+    learn(taught.prefill, 50)
+    fresh.learn_from(taught)
+    assert fresh.prefill.ms(5000, 5000) == taught.prefill.ms(5000, 5000)
+    assert fresh.step.linear.coefficients == StepModel().linear.coefficients, "nothing known: its own prior"
