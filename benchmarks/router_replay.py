@@ -1,6 +1,6 @@
 """What routing is worth: public traces through the real router code and simulated workers.
 
-    python -m benchmarks.router_replay --trace conversation --workers 4 --blocks 3000 --speed 1.5 [--json]
+    python -m benchmarks.router_replay --trace conversation --workers 4 --speed 1.5 [--policy NAME] [--json]
 
 Every policy sees the same requests, the same caches and exact predictions. `ttft_regret` has workers that
 serve by deadline, `ttft_regret_fifo` and all others have FIFO workers. `--layout separate` adds as many
@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from benchmarks.replay_summary import print_table, summary
 from benchmarks.replay_workers import (
     STEP_MS,
     TOKENS_PER_S,
@@ -37,14 +36,13 @@ from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
 from kvrouter.index import PrefixIndex
 from kvrouter.perf_model import WorkerModels
-from kvrouter.policies.registry import POLICY_NAMES
+from kvrouter.policies.registry import POLICY_NAMES, make_policy
 from kvrouter.policy_router import build_router
 from kvrouter.router import RouterRequest, WorkerView
 from serving.errors import KVRelayError
 
 FIFO_OURS = "ttft_regret_fifo"
 REPLAYED = (*POLICY_NAMES[:1], FIFO_OURS, *POLICY_NAMES[1:])
-SLO_S = 2.0
 MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
 
 
@@ -214,27 +212,6 @@ class Replay:
             self._index.remove(name, evicted)
 
 
-def summary(jobs: Sequence[Job]) -> dict[str, float]:
-    """The keys of one policy's row."""
-    ttft = np.array([job.first_token_s - job.request.arrival_s for job in jobs])
-    tpot = [
-        (job.finished_s - job.first_token_s) / (job.request.output_tokens - 1)
-        for job in jobs
-        if job.request.output_tokens > 1
-    ]
-    blocks = sum(len(job.request.hashes) for job in jobs)
-    p50, p90, p99 = np.percentile(ttft, (50, 90, 99))
-    return {
-        "hit": round(sum(job.cached_blocks or 0 for job in jobs) / max(blocks, 1), 4),
-        "mean_ttft_s": round(float(ttft.mean()), 4),
-        "p50_ttft_s": round(float(p50), 4),
-        "p90_ttft_s": round(float(p90), 4),
-        "p99_ttft_s": round(float(p99), 4),
-        "slo": round(float((ttft <= SLO_S).mean()), 4),
-        "mean_tpot_ms": round(float(np.mean(tpot)) * 1e3, 3) if tpot else 0.0,
-    }
-
-
 def replay(
     requests: Sequence[TraceRequest], policy: str, setup: Setup, progress: Progress | None = None
 ) -> dict[str, float]:
@@ -243,13 +220,29 @@ def replay(
     return summary(run.jobs)
 
 
+def replay_all(
+    requests: Sequence[TraceRequest], policies: Sequence[str], setup: Setup, *, quiet: bool
+) -> dict[str, dict[str, float]]:
+    """One policy after the other, with a bar on a terminal."""
+    results: dict[str, dict[str, float]] = {}
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        overall = progress.add_task("policies", total=len(policies))
+        for policy in policies:
+            progress.update(overall, description=policy)
+            results[policy] = replay(requests, policy, setup, progress)
+            progress.advance(overall)
+    return results
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.router_replay", description=__doc__)
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
-        "--blocks", type=int, default=3000, help="cache of a worker, in blocks of 512 tokens"
+        "--blocks",
+        type=int,
+        help="cache of a worker, in blocks of 512 tokens; by default 3000 for up to 4 workers, else 2000",
     )
     parser.add_argument("--speed", type=float, default=1.5, help="times the trace's rate")
     parser.add_argument("--policy", default="all", choices=("all", *REPLAYED))
@@ -265,43 +258,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
+    if args.workers < 1 or args.speed <= 0 or args.frontends < 1:
+        parser.error("--workers, --speed and --frontends must be above 0")
     setup = Setup(
         args.workers,
-        args.blocks,
+        args.blocks or (3000 if args.workers <= 4 else 2000),
         args.regret_weight,
         args.layout == "separate",
         args.decode == "fixed",
         args.seed,
         args.frontends,
     )
+    policies = REPLAYED if args.policy == "all" else (args.policy,)
     try:
+        make_policy(
+            policies[0].removesuffix("_fifo"), regret_weight=args.regret_weight
+        )  # says what is wrong
         requests = load_trace(args.trace, traces_dir(args.traces), args.speed, args.requests)
+        results = replay_all(requests, policies, setup, quiet=args.json)
     except (FileNotFoundError, KVRelayError) as error:
         print(error, file=sys.stderr)
         return 2
-    policies = REPLAYED if args.policy == "all" else (args.policy,)
-    results: dict[str, dict[str, float]] = {}
-    with Progress(console=Console(stderr=True), disable=args.json, transient=True) as progress:
-        overall = progress.add_task("policies", total=len(policies))
-        for policy in policies:
-            progress.update(overall, description=policy)
-            results[policy] = replay(requests, policy, setup, progress)
-            progress.advance(overall)
     if args.json:
         print(json.dumps({"policies": results}))
     else:
-        _print_table(f"{args.trace} x{args.speed:g}, {args.workers} workers, {args.blocks} blocks", results)
+        print_table(
+            f"{args.trace} x{args.speed:g}, {setup.workers} workers, {setup.blocks} blocks", results
+        )
     return 0
-
-
-def _print_table(title: str, results: dict[str, dict[str, float]]) -> None:
-    table = Table(title=title)
-    table.add_column("policy")
-    for key in next(iter(results.values())):
-        table.add_column(key, justify="right")
-    for policy, row in results.items():
-        table.add_row(policy, *(f"{value:.3f}" for value in row.values()))
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class WorkerLoad:
         self.frontends = frontends
         self.bookings: dict[int, Booking] = {}
         self._backlog = Backlog()
-        self._own_tokens = 0  # uncached tokens of own prompts not computed yet
+        self._computing: dict[int, Booking] = {}  # own prompts not computed yet
+        self._own_tokens = 0  # uncached, of those
         self._own_blocks = 0
         self._own_prompt_blocks = 0
         self._recent: deque[int] = deque()  # attempts that no report knows yet, oldest first
@@ -82,6 +83,7 @@ class WorkerLoad:
         self._own_blocks += booking.blocks
         self._own_prompt_blocks += self._prompt_blocks(booking)
         if booking.computes:
+            self._computing[booking.attempt] = booking
             self._own_tokens += booking.uncached_tokens
             due = due_s(self.order, now_s, booking.prefill_ms)
             self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s)
@@ -96,8 +98,8 @@ class WorkerLoad:
         uncached = max(booking.prompt_tokens - cached_tokens, 1)
         self._own_tokens += uncached - booking.uncached_tokens
         booking.uncached_tokens = uncached
-        work_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
-        self._backlog.correct(attempt, work_ms, now_s)
+        booking.prefill_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
+        self._backlog.correct(attempt, booking.prefill_ms, now_s)
         if not self._period.running:
             self._period = _BusyPeriod(now_s, disturbed=self._others_tokens > 0)
         self._period.running.add(attempt)
@@ -145,6 +147,7 @@ class WorkerLoad:
         """Its prompt is no work any more."""
         if booking.computes and not booking.computed:
             booking.computed = True
+            del self._computing[booking.attempt]
             self._own_tokens -= booking.uncached_tokens
             self._backlog.remove(booking.attempt)
 
@@ -162,17 +165,16 @@ class WorkerLoad:
             self._recent.popleft()
         self._learn_step(report)
         recent = set(self._recent)
-        own_whole = sum(
-            b.prompt_tokens for b in self.bookings.values() if b.computes and not b.computed
-        )  # as the worker counts them at most
-        others = max(0, report.waiting_tokens - own_whole)
+        own = self._computing.values()
+        # As the worker counts them, at most: it may have started on some, and found a prefix.
+        others = max(0, report.waiting_tokens - sum(b.prompt_tokens for b in own))
         self._others_tokens = int(others * self._computed_share)
-        per_token = self.models.prefill.ms_per_token
-        self._backlog.set_others(self._others_tokens * per_token, now_s)
-        if report.waiting_tokens == 0 or others == 0:
-            # Rounded up by a prompt's fixed costs: the cap only takes away what is surely done.
-            most = report.waiting_tokens * per_token + report.waiting * self.models.prefill.ms(1, 1)
-            self._backlog.cap_own(most, recent, now_s)
+        self._backlog.set_others(self._others_tokens * self.models.prefill.ms_per_token, now_s)
+        if others == 0:
+            old = [b for b in own if b.attempt not in recent]
+            tokens = sum(b.uncached_tokens for b in old)
+            left = min(report.waiting_tokens / tokens, 1.0) if tokens else 0.0
+            self._backlog.cap_own(left * sum(b.prefill_ms for b in old), recent, now_s)
         if self._others_tokens:
             self._period.disturbed = True
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from kvrouter.candidates import candidates
 from kvrouter.cost import Candidate, Demand, Terms, local_terms, pick, with_room
@@ -31,34 +30,11 @@ from kvrouter.router import Choice, LoadLike, RouterRequest, WorkerView
 from kvrouter.turnover import CacheTurnover
 from serving.errors import NoWorker
 
-__all__ = ["EXPECTED_OUTPUT_TOKENS", "Caches", "PolicyRouter", "build_router"]
+__all__ = ["EXPECTED_OUTPUT_TOKENS", "PolicyRouter", "build_router"]
 
 EXPECTED_OUTPUT_TOKENS = 256  # of a request without a small max_tokens
 SESSIONS = 65_536  # remembered; the oldest are forgotten
 TAIL_TOKENS = 2048  # of a streamed hand-off, what still moves when the prompt is computed
-
-
-class Caches(Protocol):
-    """Which blocks each worker holds, as its events tell: kvrouter.events.CacheEvents, or a naive one."""
-
-    def add_worker(self, ident: str, total_blocks: int) -> None: ...
-
-    def remove_worker(self, ident: str) -> None: ...
-
-    def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Blocks of the longest cached prefix, by worker; workers without any are left out."""
-
-    def placed(self, ident: str, hashes: Sequence[int], cached_blocks: int, now_s: float) -> None:
-        """`ident` is to compute a prompt of these blocks."""
-
-    def apply(self, ident: str, epoch: int, events: object) -> bool:
-        """False: there is a gap, ask the worker for a snapshot."""
-
-    def snapshot(self, ident: str, epoch: int, message: object) -> bool:
-        """False: ask for another one."""
-
-    def sweep(self, now_s: float) -> list[str]:
-        """Workers that became silent since the last call."""
 
 
 class PolicyRouter:
@@ -68,7 +44,7 @@ class PolicyRouter:
         self,
         policy: Policy,
         *,
-        caches: Caches,
+        caches: CacheEvents,
         models: Callable[[], WorkerModels],
         order: Order,
         seed: int,
@@ -95,8 +71,11 @@ class PolicyRouter:
     def add_worker(self, worker: WorkerView) -> None:
         """A worker that is known keeps its bookings. A new one is taken to be as fast as its peers."""
         self.caches.add_worker(worker.ident, worker.total_blocks)
-        cache_tokens = worker.total_blocks * worker.block_tokens
-        self._turnovers[worker.role].add_worker(worker.ident, cache_tokens)
+        for role, turnover in self._turnovers.items():
+            if role == worker.role:
+                turnover.add_worker(worker.ident, worker.total_blocks * worker.block_tokens)
+            else:
+                turnover.remove_worker(worker.ident)
         known = self._loads.get(worker.ident)
         if known is not None:
             known.view = worker
@@ -322,7 +301,7 @@ def build_router(
     *,
     regret_weight: float = 1.0,
     seed: int = 0,
-    caches: Caches | None = None,
+    caches: CacheEvents | None = None,
     models: Callable[[], WorkerModels] = WorkerModels,
     order: Order = Order.DEADLINE,
     pull: bool = False,

@@ -98,3 +98,9 @@ class Router(Protocol):
 
     def on_events(self, ident: str, epoch: int, events: object) -> bool:
         """False: there is a gap, ask the worker for a snapshot."""
+
+    def on_snapshot(self, ident: str, epoch: int, message: object) -> bool:
+        """False: ask for another one."""
+
+    def sweep(self, now_s: float) -> list[str]:
+        """Call about once a second. Workers that turned out to send no events since the last call."""

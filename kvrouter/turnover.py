@@ -24,6 +24,7 @@ class CacheTurnover:
 
     def add_worker(self, ident: str, cache_tokens: int) -> None:
         """Idempotent. A new worker starts as the average one, so that it is not flooded."""
+        self._settle()
         if ident not in self._sizes and cache_tokens > 0:
             average = self._total / sum(self._sizes.values()) if self._sizes else 0.0
             self._written[ident] = average * cache_tokens
@@ -34,8 +35,9 @@ class CacheTurnover:
 
     def remove_worker(self, ident: str) -> None:
         """Idempotent."""
+        self._settle()
         if ident in self._sizes:
-            self._total -= self._faded(ident)
+            self._total -= self._written[ident]
             del self._sizes[ident], self._written[ident], self._as_of[ident]
 
     def write(self, ident: str, tokens: int) -> None:
@@ -53,6 +55,11 @@ class CacheTurnover:
         if ident not in self._sizes:
             return 0.0
         return self._faded(ident) / self._sizes[ident] - self._total / sum(self._sizes.values())
+
+    def _settle(self) -> None:
+        """Before the sizes change, and with them how fast writes fade."""
+        for ident in self._sizes:
+            self._written[ident], self._as_of[ident] = self._faded(ident), self._clock
 
     def _faded(self, ident: str) -> float:
         passed = self._clock - self._as_of[ident]

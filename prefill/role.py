@@ -113,8 +113,11 @@ class PrefillRole:
 
     @property
     def idle(self) -> bool:
-        """Nobody reads from us and nobody may come to."""
-        return not self._handovers
+        """Nobody reads from us and nobody may come to.
+
+        What ended on its first token stays for a while, to tell a late reader so; it holds nothing.
+        """
+        return all(handover.complete and not handover.pinned for handover in self._handovers.values())
 
     def accept(self, submit: Submit) -> None:
         """A prefill goes to the engine: a reader that attaches from now on waits as long as that takes."""

@@ -107,6 +107,12 @@ class LeastWork:
     def on_events(self, ident: str, epoch: int, events: object) -> bool:
         return True  # this policy does not look at caches
 
+    def on_snapshot(self, ident: str, epoch: int, message: object) -> bool:
+        return True
+
+    def sweep(self, now_s: float) -> list[str]:
+        return []
+
     @property
     def in_flight(self) -> int:
         return len(self._bookings)

@@ -1,4 +1,4 @@
-"""The whole application in one process, without Ray: frontends, simulated workers and Control over loopback links.
+"""The whole application in one process, without Ray: frontends, simulated workers, Control, loopback links.
 
 The simulated engine checks every transferred byte and its tokens follow from prompt and seed alone, so an
 equal text means that nothing was lost, repeated or mixed up.
@@ -6,11 +6,9 @@ equal text means that nothing was lost, repeated or mixed up.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
 from typing import Any
+from zlib import crc32
 
 from serving.config import AppConfig, SimProfile, load_config
 from serving.control_client import ControlClient
@@ -42,12 +40,12 @@ PLAIN = [
 ]
 
 
-def config(profile: SimProfile, **settings: Any) -> AppConfig:
+def config(profile: SimProfile, kv_bytes: int, **settings: Any) -> AppConfig:
     engine = {
         "kind": "sim",
         "block_tokens": BLOCK_TOKENS,
         "chunk_tokens": 64,
-        "kv_bytes": 1 << 18,  # 512 blocks
+        "kv_bytes": kv_bytes,
         "profile": profile,
     }
     variant = {"name": "main", "weights": "none", "engine": engine}
@@ -112,12 +110,12 @@ class SimWorker:
         held = states.used + states.leased + states.quarantined
         return not held and not self.host.busy and self.engine._scheduler.n_live == 0
 
-    async def kill(self) -> None:
-        """All links break at once, nobody listens any more, its KV is gone."""
+    async def kill(self, frozen: bool) -> None:
+        """All links break at once, nobody listens any more, its KV is gone or, `frozen`, stays in reach."""
         await self.host._server.stop()
         for peer in list(self.host.peers._peers.values()):
             peer.link.close("killed")
-        if isinstance(self.transfer, LocalTransfer):
+        if isinstance(self.transfer, LocalTransfer) and not frozen:
             self.transfer.close()
         await self.control.stop()
 
@@ -131,11 +129,14 @@ class App:
         prefill: int = 1,
         decode: int = 1,
         frontends: int = 1,
-        profile: SimProfile | None = None,
         nixl: bool = False,
+        profile: dict[str, float] | None = None,  # how slow it is
+        kv_bytes: int = 1 << 18,  # 512 blocks
         **settings: Any,
     ) -> None:
-        self.config = config(profile or SimProfile(context_tokens=CONTEXT_TOKENS), **settings)
+        """`settings`: sections of the config."""
+        slow: dict[str, Any] = dict(profile or {})
+        self.config = config(SimProfile(context_tokens=CONTEXT_TOKENS, **slow), kv_bytes, **settings)
         self.model = tiny_model(context_tokens=CONTEXT_TOKENS, capabilities=CAPABILITIES)
         self.key = os.urandom(32)
         self.board = Switchboard()
@@ -155,7 +156,7 @@ class App:
         ]
 
     async def __aenter__(self) -> App:
-        address = await self.control.start("127.0.0.1")
+        address = self.control_address = await self.control.start("127.0.0.1")
         for worker in self.workers:
             worker.address = await worker.host.start("127.0.0.1")
             await worker.control.connect(address)
@@ -207,11 +208,11 @@ class App:
     def coordinator(self, frontend: int = 0) -> Coordinator:
         return self.frontends[frontend].variants["tiny", "main"].coordinator
 
-    async def kill(self, worker: SimWorker) -> None:
+    async def kill(self, worker: SimWorker, frozen: bool = False) -> None:
         """It stays in Serve's lists for a while, as it would."""
         self.workers.remove(worker)
         self.dead.append(worker)
-        await worker.kill()
+        await worker.kill(frozen)
 
     async def is_idle(self) -> None:
         """Within a while: nothing in flight, nothing booked, no block held."""
@@ -285,16 +286,6 @@ class Answer:
         return self.text, self.reason, self.n_tokens
 
 
-@contextlib.asynccontextmanager
-async def cancelled_at_end(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def prompt(n_tokens: int, salt: int = 0, head: Callable[[int], int] | None = None) -> list[int]:
+def prompt(n_tokens: int, salt: int = 0) -> list[int]:
     """Token ids; equal `salt` means equal beginnings."""
-    return [PLAIN[(salt * 7919 + i * 31 + i * i) % len(PLAIN)] for i in range(n_tokens)]
+    return [PLAIN[crc32(f"{salt}.{i}".encode()) % len(PLAIN)] for i in range(n_tokens)]

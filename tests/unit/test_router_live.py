@@ -16,7 +16,7 @@ from kvrouter.hashing import block_hashes
 from kvrouter.perf_model import WorkerModels
 from kvrouter.policies.registry import POLICY_NAMES
 from kvrouter.policy_router import PolicyRouter, build_router
-from kvrouter.router import RouterRequest, WorkerView
+from kvrouter.router import Router, RouterRequest, WorkerView
 from serving.errors import NoWorker
 from serving.wire import Events, Stored, pack_u64
 
@@ -47,6 +47,7 @@ def router(
     prefill: int = 0, decode: int = 0, policy: str = "ttft_regret", **options: object
 ) -> PolicyRouter:
     made = build_router(policy, models=models, **options)  # type: ignore[arg-type]
+    _: Router = made  # the type checker reads it
     for i in range(prefill):
         made.add_worker(view(f"p{i}", "prefill"))
     for i in range(decode):
@@ -201,6 +202,18 @@ def test_own_work_is_not_counted_twice_by_reports() -> None:
     place(target, 1, request(4000, own=1))
     target.on_load("p0", Report(running=1, waiting_tokens=4000), 0.1)
     assert target.choose(request(own=2), 0.1).reasons["p0"]["wait_ms"] == pytest.approx(100)
+
+
+def test_attention_of_a_long_prompt_survives_a_report() -> None:
+    """A report counts tokens; what they take follows from the prompt they belong to."""
+    target = build_router(models=lambda: WorkerModels.from_priors(prefill=(0.0, 0.05, 1e-5)), local=False)
+    for ident, role in (("p0", "prefill"), ("d0", "decode")):
+        target.add_worker(view(ident, role))
+    place(target, 1, request(40_000, own=1))  # 2 s, and 8 s of attention
+    target.on_load("p0", Report(running=1, waiting_tokens=40_000), 0.1)
+    assert target.load_of("p0").backlog_ms(0.1) == pytest.approx(9900)
+    target.on_load("p0", Report(running=1, waiting_tokens=10_000), 0.2)
+    assert target.load_of("p0").backlog_ms(0.2) == pytest.approx(2500)
 
 
 # ---------------------------------------------------------------- several frontends
