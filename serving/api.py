@@ -7,6 +7,7 @@ Generator with a response as its sink (responder), then wait for its end or for 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import math
 import re
@@ -21,6 +22,7 @@ from serving.access_log import AccessRecord, log_access
 from serving.collected_response import CollectedResponse
 from serving.eager import Message, Send
 from serving.errors import (
+    AuthenticationFailed,
     BodyTooLarge,
     InvalidRequest,
     KVRelayError,
@@ -69,8 +71,13 @@ class Api:
         body_limit_bytes: int = 16 << 20,
         keep_alive_s: float = 10.0,
         on_end: Callable[[AccessRecord], None] = log_access,
+        debug: Mapping[str, Callable[[], object]] | None = None,
+        admin_key: bytes | None = None,
     ) -> None:
-        """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation."""
+        """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation.
+
+        `debug`: path -> what its GET shows as JSON, to whoever has `admin_key`; without a key no such path.
+        """
         self._models = models
         self._generator = generator
         self._health = health
@@ -78,6 +85,8 @@ class Api:
         self._body_limit = body_limit_bytes
         self._keep_alive_s = keep_alive_s
         self._on_end = on_end
+        self._debug = debug or {}
+        self._admin_key = admin_key
         self._intake = Intake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,8 +155,17 @@ class _Exchange:
         elif path == "/metrics":
             self._allow("GET", "HEAD")
             await self._answer(200, await self._api._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
+        elif path in self._api._debug and self._api._admin_key is not None:
+            self._allow("GET", "HEAD")
+            self._check_admin(self._api._admin_key)
+            await self._answer(200, orjson.dumps(self._api._debug[path]()))
         else:
             raise NotFound("there is nothing at this path")
+
+    def _check_admin(self, key: bytes) -> None:
+        given = self._headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, b"Bearer " + key):
+            raise AuthenticationFailed("this path wants the admin key as a bearer token")
 
     async def _generate(self, endpoint: Endpoint) -> None:
         record = AccessRecord(self.request_id, endpoint.value, started_at=asyncio.get_running_loop().time())
@@ -159,7 +177,7 @@ class _Exchange:
                 raise response.error
             status = 200
             if isinstance(response, CollectedResponse) and not record.client_left:
-                await self._answer(200, response.body)
+                await self._answer(200, response.body, b"application/json", *response.placement)
         except KVRelayError as error:
             status = error.status
             record.error = error.code or error.type

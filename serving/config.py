@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from kvrouter.policies.registry import POLICY_NAMES
 from serving.config_errors import explain
 from serving.errors import ConfigError
 
@@ -101,7 +102,12 @@ class FrontendConfig(Section, frozen=True):
 
 
 class RouterConfig(Section, frozen=True):
-    policy: Literal["least_work"] = "least_work"
+    """`policy`: a name of kvrouter.policies.registry. `local_prefill`: decode workers may compute a prompt
+    themselves when that is predicted to cost less than a hand-off."""
+
+    policy: str = "ttft_regret"
+    regret_weight: Annotated[float, Meta(ge=0, le=100)] = 1.0
+    local_prefill: bool = True
 
 
 class PlannerConfig(Section, frozen=True):
@@ -127,6 +133,12 @@ class LinkConfig(Section, frozen=True):
     key_file: str | None = None
 
 
+class SecurityConfig(Section, frozen=True):
+    """`admin_key_file`: its content, as bearer token, opens the debug routes; without it there are none."""
+
+    admin_key_file: str | None = None
+
+
 class AppConfig(Section, frozen=True):
     models: Annotated[list[Model], Meta(min_length=1)]
     frontend: FrontendConfig = FrontendConfig()
@@ -134,6 +146,7 @@ class AppConfig(Section, frozen=True):
     planner: PlannerConfig = PlannerConfig()
     deadlines: Deadlines = Deadlines()
     link: LinkConfig = LinkConfig()
+    security: SecurityConfig = SecurityConfig()
 
 
 def load_config(args: Mapping[str, Any]) -> AppConfig:
@@ -152,6 +165,9 @@ def _check_relations(config: AppConfig) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"models: name = {name!r} is used twice; every model needs its own")
+    if config.router.policy not in POLICY_NAMES:
+        allowed = ", ".join(POLICY_NAMES)
+        raise ConfigError(f"router.policy = {config.router.policy!r}; allowed: {allowed}")
     for m, model in enumerate(config.models):
         variants = [variant.name for variant in model.variants]
         for v, variant in enumerate(model.variants):

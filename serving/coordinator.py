@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable
+from time import perf_counter
+from typing import Any
 
 from kvrouter.hashing import namespace_seed
-from kvrouter.router import Router, RouterRequest
+from kvrouter.router import Choice, Router, RouterRequest
 from serving.config import Deadlines
 from serving.engine.base import FinishReason, Mode, TokenLogprobs
 from serving.errors import (
@@ -35,6 +38,7 @@ from serving.wire import Cancel, Handoff, Step, Submit, pack_u32, unpack_u32, un
 
 log = logging.getLogger("kvrelay.coordinator")
 
+RECENT_CHOICES = 100  # kept for the debug route
 MAX_PLACEMENTS = 4  # a request is placed at most this often, so that a bad node makes no storm
 
 
@@ -61,6 +65,7 @@ class Coordinator:
         self._clock = clock
         self._runs: dict[int, Run] = {}  # attempt -> run
         self._live: set[Run] = set()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_CHOICES)
         # Attempt ids are unique over all frontends and restarts: 31 random bits, 32 counted ones.
         self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
         self._stage_ms = {
@@ -116,7 +121,10 @@ class Coordinator:
             session=request.session,
             avoid=frozenset(run.failed_on),
         )
+        began_s = perf_counter()
         choice = self._router.choose(wanted, now)
+        self._metrics.decision.observe(perf_counter() - began_s)
+        self._note(run, choice)
         run.placements += 1
         run.info.prefill_worker = choice.prefill or choice.decode
         run.info.decode_worker = choice.decode
@@ -162,6 +170,23 @@ class Coordinator:
             request.request_id, choice.prefill, choice.decode, choice.reasons,
         )  # fmt: skip
 
+    def _note(self, run: Run, choice: Choice) -> None:
+        """Remember the choice for whoever asks why, and for the metrics of its outcome."""
+        chosen = choice.reasons.get(choice.prefill or choice.decode, {})
+        self._metrics.regret.observe(chosen.get("regret_ms", 0.0) / 1e3)
+        run.predicted_ttft_s = None if choice.predicted_ttft_ms is None else choice.predicted_ttft_ms / 1e3
+        self.recent.append(
+            {
+                "request": run.request.request_id,
+                "prefill": choice.prefill,
+                "decode": choice.decode,
+                "cached_tokens": choice.cached_tokens,
+                "predicted_ttft_ms": choice.predicted_ttft_ms,
+                "predicted_itl_ms": choice.predicted_itl_ms,
+                "terms": choice.reasons,
+            }
+        )
+
     # ------------------------------------------------------------ frames from workers
 
     def on_step(self, step: Step) -> None:
@@ -189,6 +214,7 @@ class Coordinator:
         run = self._runs.get(attempt)
         if run is None or run.attempts[attempt].mode is Mode.DECODE:
             return
+        self._router.begun(attempt, n_cached, now)
         if run.stage is Stage.QUEUE:
             run.enter(Stage.PREFILL, now)
             self._metrics.queue.observe(now - run.started_s)
@@ -244,12 +270,16 @@ class Coordinator:
         count = len(tokens)
         metrics = self._metrics
         if not run.sent:
-            metrics.ttft.observe(now - run.started_s)
+            ttft_s = now - run.started_s
+            metrics.ttft.observe(ttft_s)
+            if run.predicted_ttft_s is not None and run.placements == 1:
+                metrics.predicted_ttft.observe(run.predicted_ttft_s)
+                metrics.ttft_error.observe(abs(ttft_s - run.predicted_ttft_s))
         else:
             metrics.itl.observe((now - run.last_s) / count, count)
         if run.stage is Stage.QUEUE or run.stage is Stage.PREFILL:  # the first of this placement
             run.enter(Stage.FIRST_DECODE, now)
-            self._release_prefill(run)
+            self._prompt_computed(run, now)
         elif run.stage is not Stage.DECODE:
             run.enter(Stage.DECODE, now)
         run.last_s = now
@@ -262,10 +292,11 @@ class Coordinator:
         if run.final is not None and not run.early and not run.ended:
             self._finish(run, now)
 
-    def _release_prefill(self, run: Run) -> None:
-        """The prompt is computed: what was booked for it on the prefill (or local) worker is done."""
+    def _prompt_computed(self, run: Run, now: float) -> None:
+        """What was booked for the prompt on the prefill (or local) worker is done."""
         for attempt in run.attempts.values():
             attempt.computed = True
+            self._router.computed(attempt.ident, now)
             if attempt.mode is Mode.PREFILL:
                 self._router.release(attempt.ident)
             else:

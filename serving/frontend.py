@@ -13,7 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from serving.config import SimProfile, load_config
 from serving.engine.factory import engine_capabilities
 from serving.frontend_host import FrontendHost
-from serving.link_key import link_key
+from serving.link_key import link_key, read_key
 from serving.manifest import resolve_weights
 from serving.registry import Members
 from serving.replica import address_of, application_name, follow_members, log_to_stderr, replica_identity
@@ -54,8 +54,15 @@ class Frontend:
                 capabilities=engine_capabilities(variant),
             )
         me = replica_identity("frontend")
+        admin_key = None
+        if config.security.admin_key_file is not None:
+            admin_key = read_key(config.security.admin_key_file, "security.admin_key_file")
         self._host = FrontendHost(
-            config=config, me=me, key=link_key(config.link, application_name()), served=served
+            config=config,
+            me=me,
+            key=link_key(config.link, application_name()),
+            served=served,
+            admin_key=admin_key,
         )
         await self._host.start()
         self._tasks: set[asyncio.Task[None]] = set()

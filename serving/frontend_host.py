@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvrouter.policies.least_work import LeastWork
+from kvrouter.deadline import Order
+from kvrouter.policy_router import build_router
 from serving.api import Api
 from serving.config import AppConfig
 from serving.control_client import ControlClient
@@ -63,6 +64,7 @@ class FrontendHost:
         me: Identity,
         key: bytes,
         served: dict[str, ServedModel],
+        admin_key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = Registry({"frontend": me.ident})
@@ -73,7 +75,14 @@ class FrontendHost:
             for variant in model.variants:
                 pools = {"prefill": variant.prefill, "decode": variant.decode}
                 self._wanted[model.name, variant.name] = {r for r, p in pools.items() if p.replicas > 0}
-                router = LeastWork(seed=me.epoch)
+                router = build_router(
+                    config.router.policy,
+                    regret_weight=config.router.regret_weight,
+                    seed=me.epoch,
+                    order=Order.DEADLINE,
+                    local=config.router.local_prefill,
+                    frontends=config.frontend.replicas,
+                )
                 entries: dict[str, WorkerEntry] = {}
                 coordinator = Coordinator(
                     model=model.name,
@@ -111,6 +120,8 @@ class FrontendHost:
             health=self.health,
             metrics=self.scrape,
             body_limit_bytes=config.frontend.body_limit_bytes,
+            debug={"/debug/router": self.recent_choices},
+            admin_key=admin_key,
         )
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -149,6 +160,10 @@ class FrontendHost:
             degraded += [f"{links.name}/{role}" for role, n in pools.items() if n == 0 and role in wanted]
         status = "ok" if able and not degraded else "degraded" if able else "unavailable"
         return (200 if able else 503), {"status": status, "degraded": degraded}
+
+    def recent_choices(self) -> dict[str, Any]:
+        """The router's last choices by variant, newest last, with each worker's terms."""
+        return {links.name: list(links.coordinator.recent) for links in self.variants.values()}
 
     async def scrape(self) -> bytes:
         return render(await self.control.scrape())

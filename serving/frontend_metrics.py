@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from serving.metrics import TOKEN_BUCKETS, Registry
 
+DECISION_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+
 
 class FrontendMetrics:
     def __init__(self, registry: Registry) -> None:
@@ -12,6 +14,10 @@ class FrontendMetrics:
         self.ttft = registry.histogram("ttft_seconds", "From admission to the first token")
         self.itl = registry.histogram("itl_seconds", "Between tokens of a stream, as they arrive")
         self.tpot = registry.histogram("tpot_seconds", "Request duration over its output tokens")
+        self.decision = registry.histogram("router_decision_seconds", "One placement", DECISION_BUCKETS)
+        self.regret = registry.histogram("router_regret_seconds", "Compute given up for a shorter wait")
+        self.predicted_ttft = registry.histogram("predicted_ttft_seconds", "TTFT, as predicted")
+        self.ttft_error = registry.histogram("ttft_error_seconds", "Predicted against actual TTFT")
         self.queue = registry.histogram("queue_seconds", "From admission until a worker scheduled it")
         self.e2e = registry.histogram("request_seconds", "From admission to the end")
         self.prompt_tokens = registry.histogram("prompt_tokens", "Prompt lengths", TOKEN_BUCKETS)

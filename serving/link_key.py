@@ -25,13 +25,18 @@ def link_key(config: LinkConfig, application: str) -> bytes:
     Raises ConfigError if a configured key is missing or shorter than 16 bytes.
     """
     if config.key_file is not None:
-        try:
-            return _checked(Path(config.key_file).read_bytes().strip(), f"link.key_file {config.key_file}")
-        except OSError as error:
-            raise ConfigError(f"link.key_file = {config.key_file!r}: {error.strerror}") from None
+        return read_key(config.key_file, "link.key_file")
     if ENV_NAME in os.environ:
         return _checked(os.environ[ENV_NAME].encode(), ENV_NAME)
     return _cluster_key(application)
+
+
+def read_key(path: str, setting: str) -> bytes:
+    """The key in the file that `setting` names. Raises ConfigError if it is missing or too short."""
+    try:
+        return _checked(Path(path).read_bytes().strip(), f"{setting} {path}")
+    except OSError as error:
+        raise ConfigError(f"{setting} = {path!r}: {error.strerror}") from None
 
 
 def _checked(key: bytes, source: str) -> bytes:

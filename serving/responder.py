@@ -108,6 +108,19 @@ class Response(ABC):
             self._say(last)
 
     @property
+    def placement(self) -> Headers:
+        """Which workers answer the first choice and how many of its prompt tokens they had cached."""
+        ticket = self.choices[0].ticket if self.choices else None
+        if ticket is None:
+            return []
+        info = ticket.info
+        return [
+            (b"x-kvrelay-prefill", (info.prefill_worker or "").encode()),
+            (b"x-kvrelay-decode", (info.decode_worker or "").encode()),
+            (b"x-kvrelay-cached-tokens", str(info.cached_tokens).encode()),
+        ]
+
+    @property
     def usage(self) -> Usage:
         usage = Usage(prompt_tokens=sum(piece.n_prompt for piece in self.pieces))
         for choice in self.choices:

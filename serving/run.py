@@ -57,6 +57,7 @@ class Run:
         "pending",
         "pending_logprobs",
         "placements",
+        "predicted_ttft_s",
         "request",
         "sent",
         "sink",
@@ -74,6 +75,7 @@ class Run:
         self.attempts: dict[int, Attempt] = {}
         self.failed_on: set[str] = set()
         self.placements = 0
+        self.predicted_ttft_s: float | None = None  # by the router, at the last placement
         self.sent: array[int] = array("I")  # generated tokens the sink already has
         self.next_position = 0
         self.early: dict[int, tuple[int, TokenLogprobs | None]] = {}  # position -> token that overtook

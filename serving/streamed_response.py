@@ -43,9 +43,7 @@ class StreamedResponse(Response):
         return self._sender.closed
 
     def write(self, data: bytes) -> None:
-        if not self.answered:
-            self.answered = True
-            self._sender.start(200, self._headers)
+        self._begin()
         self._sender.write(data)
 
     def abandon(self) -> None:
@@ -74,10 +72,13 @@ class StreamedResponse(Response):
             self._sender.abandon()  # nothing was sent: the caller answers
 
     def _end(self, data: bytes) -> None:
+        self._begin()
+        self._sender.end(data)
+
+    def _begin(self) -> None:
         if not self.answered:
             self.answered = True
-            self._sender.start(200, self._headers)
-        self._sender.end(data)
+            self._sender.start(200, self._headers + self.placement)
 
     def _client_too_slow(self) -> None:
         self.fail(Overloaded("the client reads too slowly"))

@@ -17,7 +17,7 @@ from serving.kept_link import KeptLink
 from serving.link import Identity, Link
 from serving.registry import Members
 from serving.run import WorkerEntry
-from serving.wire import AnyMessage, PeerAddress, Peers, SnapshotRequest, Step
+from serving.wire import AnyMessage, PeerAddress, Peers, Snapshot, SnapshotRequest, Step
 
 log = logging.getLogger("kvrelay.frontend")
 
@@ -166,8 +166,13 @@ class VariantLinks:
     def received(self, worker: _Worker, link: Link, message: AnyMessage) -> None:
         if self._workers.get(worker.ident) is not worker or worker.ident not in self._entries:
             return  # dropped, or hung
+        if isinstance(message, Snapshot):
+            if not self._router.on_snapshot(worker.ident, worker.epoch, message):
+                link.send(SnapshotRequest())
+            return
         if not isinstance(message, Step):
-            return  # a snapshot, for policies that look at caches
+            link.close(f"{type(message).__name__} is not for a frontend")
+            return
         if message.events is not None and not self._router.on_events(
             worker.ident, worker.epoch, message.events
         ):
@@ -195,6 +200,8 @@ class VariantLinks:
     def sweep(self) -> None:
         """Every quarter of a second: departures that are done, empty lists that stayed, hung engines."""
         now = self._clock()
+        for ident in self._router.sweep(now):
+            log.warning("%s: %s serves and sends no KV events; predicting its cache", self.name, ident)
         for role, since in list(self._emptied.items()):
             if now - since > EMPTY_LIST_S:
                 del self._emptied[role]

@@ -144,10 +144,8 @@ def test_metrics_are_whole_and_monotone_from_either_frontend(client: Client, scr
     last: dict[Any, float] = {}
     frontends = set()
     before = scrape.total("kvrelay_requests_total")
-    asked = 0
-    for _ in range(12):
+    for asked in range(1, 13):
         client.chat("sim", "count me", max_tokens=2)
-        asked += 1
         now = scrape.samples()
         counted = sum(value for (name, _), value in now.items() if name == "kvrelay_requests_total")
         assert counted == before + asked

@@ -1,4 +1,4 @@
-"""Through HTTP, fp32, greedy: disaggregated equals aggregated equals `transformers` generate, token for token."""
+"""Through HTTP, fp32, greedy: disaggregated, aggregated and `transformers` generate, token for token."""
 
 from __future__ import annotations
 

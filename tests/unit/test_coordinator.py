@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from kvrouter.policies.least_work import LeastWork
+from kvrouter.policy_router import build_router
 from kvrouter.router import WorkerView
 from serving.config import Deadlines
 from serving.coordinator import MAX_PLACEMENTS, Coordinator
@@ -37,7 +37,7 @@ class Bench:
     def __init__(self, prefill: int = 1, decode: int = 1, max_inflight: int = 100) -> None:
         self.now = 100.0
         self.sent: dict[str, list[Message]] = {}
-        self.router = LeastWork()
+        self.router = build_router("least_tokens", local=False)
         self.entries: dict[str, WorkerEntry] = {}
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):

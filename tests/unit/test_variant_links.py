@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.policies.least_work import LeastWork
+from kvrouter.policy_router import build_router
 from serving import kept_link
 from serving.config import Deadlines
 from serving.coordinator import Coordinator
@@ -112,7 +112,7 @@ class Worker:
 class Rig:
     def __init__(self) -> None:
         self.now = 100.0
-        self.router = LeastWork()
+        self.router = build_router("least_tokens", local=False)
         self.entries: dict[str, WorkerEntry] = {}
         self.workers: dict[str, Worker] = {}
         self.coordinator = Coordinator(
@@ -470,7 +470,7 @@ async def test_load_reports_reach_the_router(rig: Rig) -> None:
     """The worker that other frontends keep busy is left alone."""
     a, _ = await rig.decoders("a", "b")
     a.say(Step(load=LoadReport(1, 9, 9, 9000, 10, 100, 5.0)))
-    await until(lambda: rig.router._workers["a"].reported_waiting == 9000, LONG_S)
+    await until(lambda: rig.router.load_of("a")._report is not None, LONG_S)
     assert {await rig.placed_on() for _ in range(20)} == {"b"}
 
 
