@@ -39,8 +39,11 @@ SERVING = (
 )
 
 
-def sim_config(profile: dict[str, Any]) -> dict[str, Any]:
-    """One prefill and one decode worker of a model that computes nothing."""
+def sim_config(profile: dict[str, Any], *, local_prefill: bool = True) -> dict[str, Any]:
+    """One prefill and one decode worker of a model that computes nothing.
+
+    `local_prefill` False: every request is handed over, also where the router would not.
+    """
     engine = {
         "kind": "sim",
         "profile": profile,
@@ -51,9 +54,11 @@ def sim_config(profile: dict[str, Any]) -> dict[str, Any]:
     }
     pool = {"replicas": 1, "cpus": 0.1}
     variant = {"weights": "smollm2-135m", "engine": engine, "prefill": pool, "decode": pool}
-    return application(
-        "serving.app:build", {"models": [{"name": "sim", "variants": [{"name": "main", **variant}]}]}
-    )
+    args = {
+        "models": [{"name": "sim", "variants": [{"name": "main", **variant}]}],
+        "router": {"local_prefill": local_prefill},
+    }
+    return application("serving.app:build", args)
 
 
 def application(import_path: str, args: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +113,17 @@ def paced(cluster: LocalCluster, model: str, streams: int, tokens: int) -> dict[
     }
 
 
+def latency(cluster: LocalCluster, rounds: int) -> dict[str, Any]:
+    """One client, one request after another, an ordinary socket."""
+    first = [load(cluster, "sim", requests=300, tokens=1) for _ in range(rounds)]
+    many = [load(cluster, "sim", requests=300, tokens=32) for _ in range(rounds)]
+    return {
+        "ttft_ms_p50": round(statistics.median(r["ttft_ms_p50"] for r in first), 3),
+        "ttft_ms_p50_of_32": round(statistics.median(r["ttft_ms_p50"] for r in many), 3),
+        "request32_ms_p50": round(statistics.median(r["request_ms_p50"] for r in many), 3),
+    }
+
+
 def measure(rounds: int, progress: Progress) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -116,15 +132,18 @@ def measure(rounds: int, progress: Progress) -> dict[str, Any]:
         ours.serve(sim_config({}))
         load(ours, "sim", requests=200, tokens=32)  # warm: first requests pay imports and allocators
         progress.say("latency at concurrency 1")
-        first = [load(ours, "sim", requests=300, tokens=1) for _ in range(rounds)]
-        many = [load(ours, "sim", requests=300, tokens=32) for _ in range(rounds)]
-        report["ttft_ms_p50"] = round(statistics.median(r["ttft_ms_p50"] for r in first), 3)
-        report["ttft_ms_p50_of_32"] = round(statistics.median(r["ttft_ms_p50"] for r in many), 3)
-        report["request32_ms_p50"] = round(statistics.median(r["request_ms_p50"] for r in many), 3)
+        report |= latency(ours, rounds)
         progress.say("64 streams, as fast as they go")
         free = [load(ours, "sim", connections=64, tokens=2048) for _ in range(rounds)]
         report["free_tok_s"] = statistics.median(r["tok_s"] for r in free)
+        progress.say("the same with every request handed over")
+        ours.serve(sim_config({}, local_prefill=False))
+        load(ours, "sim", requests=200, tokens=32)
+        report["handed_over"] = latency(ours, rounds)
         progress.say("paced streams")
+        ours.serve(sim_config({"decode_ms": PERIOD_MS}, local_prefill=False))
+        load(ours, "sim", connections=64, tokens=50)
+        report["handed_over"]["paced"] = median_of([paced(ours, "sim", 256, TOKENS) for _ in range(rounds)])
         ours.serve(sim_config({"decode_ms": PERIOD_MS}))
         load(ours, "sim", connections=64, tokens=50)
         report["paced"] = median_of([paced(ours, "sim", 256, TOKENS) for _ in range(rounds)])

@@ -77,7 +77,12 @@ def cluster(tiny_directories: dict[str, Path]) -> Iterator[LocalCluster]:
                 "route_prefix": "/",
                 "import_path": "serving.app:build",
                 "external_scaler_enabled": True,
-                "args": {"models": models, "frontend": {"replicas": 2}},
+                "args": {
+                    "models": models,
+                    "frontend": {"replicas": 2},
+                    # Every request is handed over: whether that pays is the router's tests' question.
+                    "router": {"local_prefill": False},
+                },
             }
         ],
     }

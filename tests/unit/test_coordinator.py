@@ -282,3 +282,38 @@ def test_logprobs_stay_with_their_tokens_when_frames_overtake():
     bench.coordinator.on_step(step(decode.attempt, 1, [11, 12]))
     bench.coordinator.on_step(step(prefill.attempt, 0, [10]))
     assert [(entry.token, entry.logprob) for entry in sink.logprobs] == [(10, -10), (11, -11), (12, -12)]
+
+
+def test_a_resumed_request_keeps_every_deadline():
+    """The second placement's hand-off may hang as well as the first one's."""
+    bench = Bench(decode=3)
+    _, sink = bench.start(max_tokens=9)
+    first = next(ident for ident in ("d0", "d1", "d2") if bench.submits(ident))
+    bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    bench.tokens(bench.submits(first)[0].attempt, 1, 11)
+    bench.lose(first)
+    again = bench.submits("p0")[1].attempt
+    bench.tokens(again, 2, 12)
+    (second,) = [ident for ident in ("d0", "d1", "d2") if ident != first and bench.submits(ident)]
+    hanging = bench.submits(second)[0].attempt
+    assert bench.router.in_flight == 1  # prefill's part is done
+    bench.now += 40.1
+    bench.coordinator.sweep()
+    assert bench.cancels(second) == [hanging]
+    (third,) = [ident for ident in ("d0", "d1", "d2") if ident not in (first, second)]
+    assert list(unpack_u32(bench.submits(third)[0].tokens)) == [1, 2, 3, 10, 11, 12]
+    bench.tokens(bench.submits("p0")[2].attempt, 3, 13)
+    bench.tokens(bench.submits(third)[0].attempt, 4, 14, 15, 16, 17, 18, ended="length")
+    assert sink.tokens == list(range(10, 19))
+    bench.check_idle()
+
+
+def test_a_stuck_lone_worker_is_not_chosen_again():
+    """After its first token a local attempt has the same deadline, and its worker the blame."""
+    bench = Bench(prefill=0, decode=2)
+    bench.start()
+    first = "d0" if bench.submits("d0") else "d1"
+    bench.tokens(bench.submits(first)[0].attempt, 0, 10)
+    bench.now += 40.1
+    bench.coordinator.sweep()
+    assert len(bench.submits("d1" if first == "d0" else "d0")) == 1
