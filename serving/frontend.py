@@ -16,7 +16,14 @@ from serving.frontend_host import FrontendHost
 from serving.link_key import link_key, read_key
 from serving.manifest import resolve_weights
 from serving.registry import Members
-from serving.replica import address_of, application_name, follow_members, log_to_stderr, replica_identity
+from serving.replica import (
+    address_of,
+    application_name,
+    follow_members,
+    log_to_stderr,
+    replica_identity,
+    warn_without_flags,
+)
 from serving.served_model import load_served_model
 from serving.sim_profile import load_profile
 
@@ -38,6 +45,7 @@ class Frontend:
 
     async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:  # type: ignore[misc]
         log_to_stderr()
+        warn_without_flags()
         config = load_config(args)
         served = {}
         for model in config.models:

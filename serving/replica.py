@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_THROUGHPUT_OPTIMIZED
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
@@ -36,6 +37,15 @@ def application_name() -> str:
 def link_host(config: LinkConfig) -> str:
     """The interface that links bind: as configured, else the node's own address in the cluster."""
     return config.host or str(ray.util.get_node_ip_address())
+
+
+def warn_without_flags() -> None:
+    """Once per frontend: the same application works on Serve's own proxy, at a price."""
+    if not (RAY_SERVE_ENABLE_HA_PROXY and RAY_SERVE_THROUGHPUT_OPTIMIZED):
+        logging.getLogger("kvrelay.frontend").warning(
+            "Ray was started without RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1: "
+            "a token costs about ten times the CPU, the first comes 10 ms later (see `kvrelay env`)"
+        )
 
 
 def follow_members(handle: DeploymentHandle, on_members: Callable[[Members], None]) -> None:

@@ -134,7 +134,8 @@ class App:
         kv_bytes: int = 1 << 18,  # 512 blocks
         **settings: Any,
     ) -> None:
-        """`settings`: sections of the config."""
+        """`settings`: sections of the config. Prefill gets every prompt unless `router` says otherwise."""
+        settings.setdefault("router", {"local_prefill": False})
         slow: dict[str, Any] = dict(profile or {})
         self.config = config(SimProfile(context_tokens=CONTEXT_TOKENS, **slow), kv_bytes, **settings)
         self.model = tiny_model(context_tokens=CONTEXT_TOKENS, capabilities=CAPABILITIES)

@@ -85,9 +85,11 @@ async def test_several_frontends_share_the_workers() -> None:
 # ---------------------------------------------------------------- clients that leave
 
 
-async def test_cancelled_at_random_moments_frees_everything() -> None:
+@pytest.mark.parametrize("local", [False, True], ids=["handed_over", "as_predicted"])
+async def test_cancelled_at_random_moments_frees_everything(local: bool) -> None:
     dice = random.Random(4)
-    async with App(prefill=2, decode=2, frontends=2, profile={"step_ms": 1}) as app:
+    router = {"local_prefill": local}
+    async with App(prefill=2, decode=2, frontends=2, profile={"step_ms": 1}, router=router) as app:
         clients = [app.client(n % 2) for n in range(100)]
 
         async def ask(number: int) -> bool:

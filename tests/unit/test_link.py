@@ -161,6 +161,29 @@ async def test_a_silent_peer_is_aborted(monkeypatch):
         assert "silent" in there.lost[0]
 
 
+async def test_after_close_nothing_more_is_heard():
+    """Not even what came with the frame that made its handler close."""
+    async with server() as (address, there):
+        there.on_message = lambda link, message: (there.messages.append(message), link.close("enough"))
+        link = await dial(address, Identity.fresh("frontend", "f"), KEY, Recorder(), timeout_s=20)
+        for attempt in range(1000):
+            link.send(Cancel(attempt))
+        await there.until(lambda: there.lost)
+        assert there.messages == [Cancel(0)]
+
+
+async def test_a_server_that_stops_opens_nothing_more():
+    handler = Recorder()
+    server = LinkServer(Identity.fresh("worker", "w"), KEY, handler)
+    host, port = (await server.start("127.0.0.1")).split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))  # perhaps not accepted yet
+    await server.stop()
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 20)  # ends
+    writer.close()
+    assert handler.opened == []
+
+
 async def test_nobody_listening_is_a_link_error():
     with pytest.raises(LinkError, match=r"127\.0\.0\.1:9"):
         await dial("127.0.0.1:9", Identity.fresh("frontend", "f"), KEY, Recorder())
