@@ -30,7 +30,7 @@ ROUNDS = 5
 class _Ticket:
     info = GenerationInfo()
 
-    def cancel(self) -> None: ...
+    def cancel(self, outcome: str = "cancelled") -> None: ...
 
 
 class _Held:

@@ -98,14 +98,18 @@ class Coordinator:
         if request.timeout_ms is not None:
             limit_ms = min(limit_ms, request.timeout_ms)
         run.deadline_s = now + limit_ms / 1e3
-        self._place(run, now)
+        try:
+            self._place(run, now)
+        except NoWorker:
+            self._metrics.rejects.inc(labels=("no_worker",))
+            raise
         self._live.add(run)
         self._metrics.prompt_tokens.observe(len(request.prompt))
         return run
 
-    def _cancel(self, run: Run) -> None:
+    def _cancel(self, run: Run, outcome: str) -> None:
         if not run.ended:
-            self._end(run, "cancelled")
+            self._end(run, outcome)
 
     # ------------------------------------------------------------ placing
 

@@ -49,7 +49,9 @@ class VariantGenerator:
         return self._variants[request.model, variant].coordinator.start(request, sink)
 
     def _pick(self, model: str, variants: list[str]) -> str:
-        """Without weights the first variant of the config takes everything."""
+        """Among those that can answer; without weights the first one of the config takes everything."""
+        able = [v for v in variants if self._variants[model, v].pools()["decode"]]
+        variants = able or variants
         weights = [self.weights.get(model, {}).get(variant, 0.0) for variant in variants]
         return self._random.choices(variants, weights)[0] if any(weights) else variants[0]
 

@@ -53,7 +53,7 @@ class Ticket(Protocol):
 
     info: GenerationInfo
 
-    def cancel(self) -> None:
+    def cancel(self, outcome: str = "cancelled") -> None:
         """End it upstream and free everything; the sink gets no further call. Idempotent."""
 
 

@@ -189,7 +189,7 @@ class Choice(ABC):
             if detokenizer.stopped:
                 self._end(FinishReason.STOP, "")
                 if self.ticket is not None:
-                    self.ticket.cancel()
+                    self.ticket.cancel(FinishReason.STOP.value)
         except Exception:
             self._broken()
 

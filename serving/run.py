@@ -67,7 +67,7 @@ class Run:
     )  # fmt: skip
 
     def __init__(
-        self, request: GenerationRequest, sink: Sink, now_s: float, cancel: Callable[[Run], None]
+        self, request: GenerationRequest, sink: Sink, now_s: float, cancel: Callable[[Run, str], None]
     ) -> None:
         self.request = request
         self.sink = sink
@@ -91,8 +91,8 @@ class Run:
         self.deadline_s = float("inf")
         self._cancel = cancel
 
-    def cancel(self) -> None:
-        self._cancel(self)
+    def cancel(self, outcome: str = "cancelled") -> None:
+        self._cancel(self, outcome)
 
     def enter(self, stage: Stage, now_s: float) -> None:
         self.stage = stage

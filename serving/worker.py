@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 from ray import serve
@@ -59,7 +60,11 @@ class Worker:
         self._address = await self._host.start(link_host(config.link), config.link.port)
         labels = {"model": model, "variant": variant, "pool": role}
         self._control = ControlClient(
-            me=me, key=key, registry=registry, register=Register(me.kind, me.ident, labels, self._address)
+            me=me,
+            key=key,
+            registry=registry,
+            register=Register(me.kind, me.ident, labels, self._address),
+            on_settings=lambda settings: logging.getLogger("kvrelay").setLevel(settings.log_level),
         )
         self._tasks: set[asyncio.Task[None]] = set()
         follow_members(control, self._on_control)

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from kvrouter.deadline import Order
 from serving.engine.base import (
     AttemptId,
     BlockId,
@@ -41,10 +42,11 @@ def work(
     max_tokens: int = 4,
     n_prompt: int | None = None,
     namespace: int = 7,
+    priority: int = 0,
     **params: object,
 ) -> Work:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **params)  # type: ignore[arg-type]
-    return Work(AttemptId(attempt), mode, tokens, n_prompt or len(tokens), sampling, namespace)
+    return Work(AttemptId(attempt), mode, tokens, n_prompt or len(tokens), sampling, namespace, priority)
 
 
 def next_token(tokens: array[int]) -> int:
@@ -160,7 +162,12 @@ class Rig:
         chunk_tokens: int = 64,
         max_batch: int = 16,
         context_tokens: int = 4096,
+        *,
+        order: Order = Order.DEADLINE,
+        step_s: float = 0.01,
     ) -> None:
+        self.now_s = 1000.0  # `step_s` later with each step
+        self.step_s = step_s
         self.runner = CheckingRunner(n_blocks, block_tokens, context_tokens)
         self.pool = BlockPool(n_blocks)
         self.counters = Counters()
@@ -172,12 +179,13 @@ class Rig:
             context_tokens=context_tokens,
             eos_token_ids=self.runner.eos_token_ids,
             counters=self.counters,
+            order=order,
         )
         self.told = Told()
 
     def submit(self, *works: Work) -> None:
         for piece in works:
-            self.scheduler.submit(piece)
+            self.scheduler.submit(piece, self.now_s)
 
     def step(self) -> StepOutput:
         promised = self.scheduler.runnable
@@ -185,6 +193,7 @@ class Rig:
         if plan.n_tokens:
             assert promised
             self.scheduler.apply(plan, self.runner.run(plan))
+        self.now_s += self.step_s
         output = self.scheduler.collect(plan.n_tokens)
         assert output.load.blocks.conserved
         assert output.load.waiting_tokens >= 0

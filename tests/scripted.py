@@ -21,7 +21,7 @@ class ScriptedTicket:
     info: GenerationInfo
     cancelled: bool = False
 
-    def cancel(self) -> None:
+    def cancel(self, outcome: str = "cancelled") -> None:
         self.cancelled = True
 
 

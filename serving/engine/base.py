@@ -79,7 +79,7 @@ class Work:
     n_prompt: int  # 1 <= n_prompt <= len(tokens)
     params: SamplingParams
     namespace: int  # hash seed of (model, adapter, salt); see kvrouter.hashing.namespace_seed
-    priority: int = 0
+    priority: int = 0  # higher is computed sooner: each halves the slack (serving.engine.prefill_order)
 
 
 @dataclass(slots=True)
@@ -164,9 +164,9 @@ class Load:
     """What the engine looks like right after a step."""
 
     step: int
-    running: int  # sequences in the batch
-    waiting: int  # sequences not yet started
-    waiting_tokens: int  # prompt tokens still to compute, waiting and running
+    running: int  # sequences that decode, or whose prompt is begun and holds its blocks
+    waiting: int  # all others
+    waiting_tokens: int  # prompt tokens still to compute; of waiting ones those not cached when they came
     batch_tokens: int  # tokens computed by this step
     step_ms: float
     runnable: bool  # work is left that the next step could advance

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from kvrouter.deadline import Order
 from serving.config import EngineConfig
 from serving.engine.base import (
     AttemptId,
@@ -49,6 +50,7 @@ class EngineCore:
         capabilities: Capabilities | None = None,
         counters: Counters | None = None,  # shared with the runner where that counts too
         decode_period_s: float | None = None,  # paced decode: see DecodeGrid
+        order: Order = Order.DEADLINE,  # of prompts: see PrefillOrder
     ) -> None:
         self.capabilities = capabilities or Capabilities()
         self.counters = counters or Counters()
@@ -69,6 +71,7 @@ class EngineCore:
             context_tokens=runner.context_tokens,
             eos_token_ids=runner.eos_token_ids,
             counters=self.counters,
+            order=order,
         )
         self._grid = None if decode_period_s is None else DecodeGrid(decode_period_s)
         self._load = self._scheduler.load()
@@ -89,7 +92,7 @@ class EngineCore:
         """See Engine. Raises EngineDied."""
         if self.died is not None:
             raise EngineDied(f"the engine died: {self.died!r}")
-        self._post(partial(self._scheduler.submit, work))
+        self._post(partial(self._scheduler.submit, work, time.monotonic()))
 
     def cancel(self, attempt: AttemptId, *, quarantine: bool = False) -> None:
         self._post(partial(self._scheduler.cancel, attempt, quarantine))
@@ -188,6 +191,7 @@ class EngineCore:
         n_tokens = plan.n_tokens
         scheduler.apply(plan, drawn)
         step_s = time.monotonic() - began_s
+        scheduler.took(plan, step_s * 1e3)
         decode_s = step_s * n_decodes / n_tokens
         counters.steps += 1
         counters.decode_seconds += decode_s

@@ -8,7 +8,7 @@ from enum import Enum
 from kvrouter.hashing import block_hashes, next_hash, token_bytes
 from serving.engine.base import AttemptId, BlockHash, Mode
 from serving.engine.sequence import Sequence
-from serving.kv.block_pool import BlockPool
+from serving.kv.block_pool import BlockPool, CachedBlock
 
 _TOKEN_SIZE = 4  # bytes of a token in `token_bytes`
 
@@ -16,7 +16,7 @@ _TOKEN_SIZE = 4  # bytes of a token in `token_bytes`
 class Stage(Enum):
     """Where a sequence is. Leased blocks have no sequence: they are the pool's, by attempt."""
 
-    WAITING = "waiting"  # holds nothing: new, or preempted
+    WAITING = "waiting"  # new, preempted or gave blocks back; holds none but those it announced
     RESERVED = "reserved"  # DECODE: holds its blocks, their KV is on its way
     READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
     PREFILL = "prefill"
@@ -28,6 +28,12 @@ class Stage(Enum):
 class LiveSequence(Sequence):
     attempt: AttemptId = field(init=False)  # of `work`, here for the hot loop
     n_prompt: int = field(init=False)  # the same
+    number: int = 0  # of arrival
+    arrived_s: float = 0.0
+    due_s: float = 0.0  # the order of prompts, see PrefillOrder
+    left: int = (
+        0  # tokens to compute here, as far as is known: those cached since are only found at a start
+    )
     stage: Stage = Stage.WAITING
     remote: bool = field(init=False)  # its prompt's KV comes from a peer: DECODE, until preempted
     begun: bool = False  # Started was told
@@ -42,6 +48,10 @@ class LiveSequence(Sequence):
         self.n_prompt = self.work.n_prompt
         self.remote = self.work.mode is Mode.DECODE
 
+    def __lt__(self, other: LiveSequence) -> bool:
+        """Due before `other`; of those due at the same time, the one that came first."""
+        return (self.due_s, self.number) < (other.due_s, other.number)
+
 
 class BlockTables:
     """The blocks of live sequences: the pool's bookkeeping seen in tokens."""
@@ -49,6 +59,10 @@ class BlockTables:
     def __init__(self, pool: BlockPool, block_tokens: int) -> None:
         self._pool = pool
         self._block_tokens = block_tokens
+
+    @property
+    def available(self) -> int:
+        return self._pool.available
 
     def needed(self, seq: LiveSequence) -> int:
         """Blocks of all tokens and, where it decodes here, of one more."""
@@ -60,26 +74,56 @@ class BlockTables:
         needed, total = self.needed(seq), self._pool.total
         return None if needed <= total else f"needs {needed} KV blocks, the pool has {total}"
 
+    def uncached(self, seq: LiveSequence) -> int:
+        """Tokens that `seq`, which holds nothing, would compute if it started now."""
+        return len(seq.tokens) - len(self._find(seq)) * self._block_tokens
+
     def start(self, seq: LiveSequence) -> bool:
-        """Hold blocks for all of `seq`, cached ones first; False, holding nothing, if too few are left."""
-        pool, size, namespace = self._pool, self._block_tokens, seq.work.namespace
+        """Hold blocks for all of `seq`, cached ones first; False, nothing changed, if too few are left."""
+        pool = self._pool
         if pool.available < seq.wants:
             return False
-        data = token_bytes(seq.tokens)
-        rest = data[len(seq.known) * size * _TOKEN_SIZE :]
-        seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
-        # What computes here computes its last token at least: the step has to draw from it.
-        usable = (len(seq.tokens) - (not seq.remote)) // size
-        found = pool.find(namespace, seq.known[:usable], data)
-        blocks = pool.hold(seq.attempt, namespace, found, self.needed(seq))
+        if seq.blocks:  # it announced them, and gave back the rest
+            for _ in range(self.needed(seq) - len(seq.blocks)):
+                pool.grow(seq.attempt)
+            return True
+        found = self._find(seq)
+        blocks = pool.hold(seq.attempt, seq.work.namespace, found, self.needed(seq))
         if blocks is None:
             seq.wants = pool.cost(found, self.needed(seq))
             return False
         seq.blocks = blocks
         seq.found = len(found)
         seq.hashes = seq.known[: len(found)]
-        seq.computed = len(found) * size
+        seq.computed = len(found) * self._block_tokens
         return True
+
+    def givers(self, seq: LiveSequence, others: list[LiveSequence]) -> int:
+        """How many of `others`, in this order, must `give_back` so that `seq`, which could not start, can;
+        0 if not even all of them help, or none is needed any more."""
+        pool = self._pool
+        if sum(len(other.blocks) - other.announced for other in others) < seq.wants - pool.available:
+            return 0
+        found = []
+        if not seq.blocks:
+            found = self._find(seq)
+            seq.wants = pool.cost(found, self.needed(seq))
+        short = seq.wants - pool.available
+        if short <= 0:
+            return 0
+        return pool.enough(short, [(other.attempt, other.announced) for other in others], found)
+
+    def give_back(self, seq: LiveSequence) -> int:
+        """Keep of a prompt that is not done what was announced; the rest is free, or cached where it is
+        full and computed. Returns how many tokens are to compute if that stays cached."""
+        if not seq.announced:
+            left = len(seq.tokens) - len(seq.hashes) * self._block_tokens
+            self.empty(seq)
+            return left
+        self._pool.shrink(seq.attempt, seq.announced)
+        seq.wants = self.needed(seq) - seq.announced
+        seq.computed = seq.announced * self._block_tokens
+        return seq.n_remaining
 
     def commit(self, seq: LiveSequence) -> None:
         """Make the blocks that are full and computed by now findable."""
@@ -98,3 +142,13 @@ class BlockTables:
         self._pool.free(seq.attempt)
         seq.blocks, seq.hashes, seq.computed, seq.wants = [], [], 0, 0
         seq.remote = False
+
+    def _find(self, seq: LiveSequence) -> list[CachedBlock]:
+        """The leading blocks of `seq` that are cached and of use; names its blocks if need be."""
+        size, namespace = self._block_tokens, seq.work.namespace
+        data = token_bytes(seq.tokens)
+        rest = data[len(seq.known) * size * _TOKEN_SIZE :]
+        seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
+        # What computes here computes its last token at least: the step has to draw from it.
+        usable = (len(seq.tokens) - (not seq.remote)) // size
+        return self._pool.find(namespace, seq.known[:usable], data)

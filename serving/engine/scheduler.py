@@ -2,20 +2,21 @@
 
     verbs (submit, cancel, kv_arrived, release)  ->  schedule  ->  [runner]  ->  apply  ->  collect
 
-A step computes all decodes, one token each, then prompt slices under the token budget. A prompt starts
-when blocks for all of it and one token more are held, so half-done prompts never wait for each other.
-When a decode finds no block for its next token the newest decode is preempted: its blocks stay in the
-cache, it goes to the front of the queue and is computed again with its generated tokens. The oldest
-decode therefore always goes on, and a request that the whole pool cannot hold fails.
+A step computes all decodes, one token each, then prompt slices under the token budget, in the order in
+which prompts are due (PromptQueue: also who holds blocks, and who gives them back). When a decode finds no
+block for its next token the newest decode is preempted: its blocks stay in the cache, from now on it is
+due since it arrived, and it is computed again with its generated tokens. The oldest decode therefore always
+goes on, and a request that the whole pool cannot hold fails.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from bisect import insort
 from collections.abc import Iterator, Set
 from typing import cast
 
+from kvrouter.deadline import Order
 from serving.engine.base import (
     TOKEN_TYPECODE,
     AttemptId,
@@ -32,7 +33,9 @@ from serving.engine.base import (
     Work,
 )
 from serving.engine.live_sequence import BlockTables, LiveSequence, Stage
-from serving.engine.sequence import Drawn, PrefillSlice, Sequence, StepPlan
+from serving.engine.prefill_order import PrefillOrder
+from serving.engine.prompt_queue import PromptQueue
+from serving.engine.sequence import Drawn, Sequence, StepPlan
 from serving.engine.stopping import finish_reason
 from serving.kv.block_pool import BlockPool
 
@@ -50,6 +53,7 @@ class Scheduler:
         context_tokens: int,
         eos_token_ids: Set[int],
         counters: Counters,
+        order: Order = Order.DEADLINE,
     ) -> None:
         self.pool = pool
         self.counters = counters
@@ -60,18 +64,19 @@ class Scheduler:
         self._context_tokens = context_tokens
         self._eos = eos_token_ids
         self._live: dict[AttemptId, LiveSequence] = {}
-        self._waiting: deque[LiveSequence] = deque()
-        self._ready: deque[LiveSequence] = deque()
-        self._prefills: list[LiveSequence] = []
+        self._order = PrefillOrder(order, chunk_tokens)
+        self._arrivals = 0
+        self._prompts = PromptQueue(self._tables, counters)
+        self._ready: list[LiveSequence] = []  # in the order of prompts
         self._decodes: list[LiveSequence] = []  # oldest first
         self._short: list[LiveSequence] = []  # decodes without a block for their next token
-        self._todo = 0  # tokens still to compute of waiting sequences and prompts
         self._out = StepOutput(self.load())
 
     # ------------------------------------------------------------ verbs
 
-    def submit(self, work: Work) -> None:
-        """Queue `work`; what can never run fails now. An attempt that is live already is ignored."""
+    def submit(self, work: Work, now_s: float) -> None:
+        """Queue `work`, which arrived at `now_s`; what can never run fails now. An attempt that is live
+        already is ignored."""
         if work.attempt in self._live:
             return
         tokens = array(TOKEN_TYPECODE, work.tokens)
@@ -85,8 +90,11 @@ class Scheduler:
             self._out.failed.append(Failed(seq.attempt, why))
         else:
             self._live[seq.attempt] = seq
-            self._waiting.append(seq)
-            self._todo += 0 if seq.remote else len(tokens)
+            self._arrivals += 1
+            seq.number, seq.arrived_s = self._arrivals, now_s
+            seq.left = 0 if seq.remote else self._tables.uncached(seq)
+            seq.due_s = self._order.due_s(work.priority, seq.left, len(tokens), now_s)
+            self._prompts.add(seq)
 
     def cancel(self, attempt: AttemptId, quarantine: bool = False) -> None:
         """Forget `attempt` in whatever stage it is, a lease included. Idempotent."""
@@ -129,7 +137,7 @@ class Scheduler:
         reason = self._reason(seq, token)
         if reason is None:
             seq.stage = Stage.READY
-            self._ready.append(seq)
+            insort(self._ready, seq)
         else:
             self._finish(seq, reason)
 
@@ -150,21 +158,19 @@ class Scheduler:
     @property
     def runnable(self) -> bool:
         """`schedule` would find something to compute or to start."""
-        if self._decodes or self._prefills or self._ready:
-            return True
-        return bool(self._waiting) and self.pool.available >= self._waiting[0].wants
+        return bool(self._decodes or self._ready) or self._prompts.runnable
 
     @property
     def n_live(self) -> int:
         return len(self._live)
 
     def load(self, batch_tokens: int = 0, step_ms: float = 0.0) -> Load:
-        running = len(self._decodes) + len(self._prefills)
+        running = len(self._decodes) + self._prompts.n_started
         return Load(
             step=self.counters.steps,
             running=running,
             waiting=len(self._live) - running,
-            waiting_tokens=self._todo,
+            waiting_tokens=self._prompts.todo,
             batch_tokens=batch_tokens,
             step_ms=step_ms,
             runnable=self.runnable,
@@ -175,17 +181,29 @@ class Scheduler:
         """What the next step computes; without `decode` only prompts. An empty plan: nothing can run."""
         if self._short:
             self._grow()
-        if self._ready or self._waiting:
-            self._admit()
-        plan = StepPlan(list(self._decodes) if decode else [])
-        budget = max(self._chunk_tokens - len(plan.decodes), self._block_tokens)
-        for seq in self._prefills:
-            if budget == 0:
-                break
-            count = min(seq.n_remaining, budget)
-            plan.prefills.append(PrefillSlice(seq, seq.computed, count))
-            budget -= count
-        return plan
+        if not self._prompts and not self._ready:
+            return StepPlan(list(self._decodes) if decode else [])
+        for seq in self._prompts.reserve():
+            n_blocks = -(-len(seq.tokens) // self._block_tokens)
+            self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], seq.found))
+        places = self._max_batch - len(self._decodes)
+        n_decodes = min(len(self._decodes) + len(self._ready), self._max_batch) if decode else 0
+        budget = max(self._chunk_tokens - n_decodes, self._block_tokens)
+        prefills = self._prompts.slices(places, budget, self._ready)
+        for piece in prefills:
+            self._tell_started(cast(LiveSequence, piece.sequence))
+        joining = max(places - len(prefills), 0)
+        for seq in self._ready[:joining]:
+            seq.stage = Stage.DECODE
+            self._decodes.append(seq)
+            self._tell_started(seq)
+        del self._ready[:joining]
+        return StepPlan(list(self._decodes) if decode else [], prefills)
+
+    def took(self, plan: StepPlan, step_ms: float) -> None:
+        """`plan` took that long: later deadlines count on it."""
+        if plan.prefills:
+            self._order.learn(plan, step_ms)
 
     def apply(self, plan: StepPlan, drawn: Drawn) -> None:
         """`plan` was computed: advance its sequences by it and by the tokens it drew.
@@ -248,40 +266,16 @@ class Scheduler:
         self._short = []
 
     def _preempt(self, seq: LiveSequence) -> None:
+        """Back to the prompts. Its client waits for the next token: no slack any more, no size."""
         self._leave(seq)
-        self._tables.empty(seq)
+        seq.left = self._tables.give_back(seq)
         self.counters.preemptions += 1
         if (why := self._tables.too_large(seq)) is not None:
             del self._live[seq.attempt]
             self._out.failed.append(Failed(seq.attempt, why))
             return
-        seq.stage = Stage.WAITING
-        self._waiting.appendleft(seq)
-        self._todo += len(seq.tokens)
-
-    def _admit(self) -> None:
-        room = self._max_batch - len(self._decodes) - len(self._prefills)
-        while self._ready and room > 0:
-            seq = self._ready.popleft()
-            seq.stage = Stage.DECODE
-            self._decodes.append(seq)
-            self._tell_started(seq)
-            room -= 1
-        while self._waiting:
-            seq = self._waiting[0]
-            if (room <= 0 and not seq.remote) or not self._tables.start(seq):
-                break
-            self._waiting.popleft()
-            if seq.remote:
-                seq.stage = Stage.RESERVED
-                n_blocks = -(-len(seq.tokens) // self._block_tokens)
-                self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], seq.found))
-            else:
-                seq.stage = Stage.PREFILL
-                self._todo -= seq.computed
-                self._prefills.append(seq)
-                self._tell_started(seq)
-                room -= 1
+        seq.due_s = seq.arrived_s
+        self._prompts.add(seq)
 
     def _tell_started(self, seq: LiveSequence) -> None:
         if not seq.begun:
@@ -293,15 +287,14 @@ class Scheduler:
     def _apply_prefills(self, plan: StepPlan, tokens: Iterator[int]) -> None:
         for piece in plan.prefills:
             seq, draws = cast(LiveSequence, piece.sequence), piece.draws
-            seq.computed += piece.count
-            self._todo -= piece.count
+            self._prompts.advance(seq, piece.count)
             self.counters.prompt_tokens_computed += piece.count
             self._tables.commit(seq)
             if draws:
+                self._prompts.remove(seq)
                 self._prefilled(seq, next(tokens))
             elif seq.mode is Mode.PREFILL and len(seq.hashes) > seq.announced:
                 self._announce(seq, len(seq.hashes), last=False, token=None)
-        self._prefills = [seq for seq in self._prefills if seq.stage is Stage.PREFILL]
 
     def _prefilled(self, seq: LiveSequence, token: int) -> None:
         """All of `seq` is computed and drew `token`."""
@@ -338,7 +331,7 @@ class Scheduler:
         return reason
 
     def _finish(self, seq: LiveSequence, reason: FinishReason) -> None:
-        """The caller takes `seq` out of the list it is in."""
+        """The caller takes `seq` out of the queue it is in."""
         del self._live[seq.attempt]
         seq.stage = Stage.GONE
         self.pool.free(seq.attempt)
@@ -346,15 +339,11 @@ class Scheduler:
 
     def _leave(self, seq: LiveSequence) -> None:
         """Take `seq` out of the queue of its stage."""
-        queues = {
-            Stage.WAITING: self._waiting,
-            Stage.READY: self._ready,
-            Stage.PREFILL: self._prefills,
-            Stage.DECODE: self._decodes,
-        }
-        queue = queues.get(seq.stage)
-        if queue is not None:
-            queue.remove(seq)
-        if seq.stage is Stage.PREFILL or (seq.stage is Stage.WAITING and not seq.remote):
-            self._todo -= seq.n_remaining
+        match seq.stage:
+            case Stage.WAITING | Stage.PREFILL:
+                self._prompts.remove(seq)
+            case Stage.READY:
+                self._ready.remove(seq)
+            case Stage.DECODE:
+                self._decodes.remove(seq)
         seq.stage = Stage.GONE

@@ -240,9 +240,9 @@ def test_a_blocked_engine_is_not_runnable_for_its_watchers() -> None:
     """Beats say `runnable`; an engine that waits for leases to end must not look hung."""
     with running(GatedRunner(n_blocks=6)) as (engine, heard):
         engine.submit(work(1, prompt(40), Mode.PREFILL))
+        heard.wait_for(lambda: 1 in heard.told.chunks)
         engine.submit(work(2, prompt(30, salt=1)))
-        heard.wait_for(lambda: 1 in heard.told.chunks and not heard.outputs[-1].load.runnable)
-        assert heard.outputs[-1].load.waiting == 1
+        heard.wait_for(lambda: heard.outputs[-1].load.waiting == 1 and not heard.outputs[-1].load.runnable)
         engine.release(AttemptId(1))
         heard.wait_for(lambda: 2 in heard.told.finished)
 

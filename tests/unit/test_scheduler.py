@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.deadline import Order
 from serving.engine.base import AttemptId, FinishReason, Mode
 from serving.engine.sequence import Drawn
 from tests.engine_rig import EOS, Rig, continuation, prompt, work
@@ -42,8 +43,17 @@ def test_local_answers_like_the_model() -> None:
     rig.assert_idle()
 
 
-def test_chunks_keep_the_budget_and_decodes_go_first() -> None:
-    rig = Rig(chunk_tokens=16)
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        # 1 decode + 15 of 50; the last 5 of it share a step with the third prompt.
+        pytest.param(Order.FIFO, [16, 16, 16, 14, 3, 3], id="fifo"),
+        # 1 decode + 8 of the third prompt + 7 of 50; then two decodes, until the third request ends.
+        pytest.param(Order.DEADLINE, [16, 16, 16, 16, 2, 2], id="deadline"),
+    ],
+)
+def test_chunks_keep_the_budget_and_decodes_go_first(order: Order, expected: list[int]) -> None:
+    rig = Rig(chunk_tokens=16, order=order)
     rig.submit(work(1, prompt(9), max_tokens=30))
     rig.step()
     rig.submit(work(2, prompt(50, salt=2)), work(3, prompt(8, salt=3)))
@@ -52,8 +62,7 @@ def test_chunks_keep_the_budget_and_decodes_go_first() -> None:
         output = rig.step()
         assert AttemptId(1) in output.attempts  # no prompt holds a decode up
         sizes.append(output.load.batch_tokens)
-    # 1 decode + 15 of 50; the last 5 of it share a step with the third prompt.
-    assert sizes == [16, 16, 16, 14, 3, 3]
+    assert sizes == expected
     rig.run()
     assert rig.runner.largest_step == 16
     rig.assert_idle()
@@ -373,8 +382,9 @@ def test_kv_arrived_twice_or_unknown_is_ignored() -> None:
 
 
 def _waiting(rig: Rig) -> None:
-    rig.submit(work(8, prompt(300)), work(1, prompt(200, salt=1)))
+    rig.submit(work(8, prompt(200)), work(1, prompt(300, salt=1)))
     rig.step()
+    assert 1 not in rig.told.started
 
 
 def _prefill(rig: Rig) -> None:
