@@ -5,7 +5,8 @@
 Prefill and decode on separate workers, hand-off over NIXL, tokenizer, chat template, detokeniser, request
 checks and metrics all real; the client is a process of its own with ordinary sockets. CPU is that of
 all serving processes (`SERVING`), Ray's daemons included. Beside it, in alternating rounds on Rays of their
-own, the same paced load over a plain DeploymentHandle stream: with Serve's defaults, and with our flags.
+own, the same load through the same door over a plain DeploymentHandle stream: with Serve's defaults, and
+with our flags.
 """
 
 from __future__ import annotations
@@ -151,9 +152,9 @@ def measure(rounds: int, progress: Progress) -> dict[str, Any]:
         progress.say("starting two Rays with a plain handle stream")
         handle = application("benchmarks.handle_app:build", {"period_ms": PERIOD_MS})
         default = stack.enter_context(LocalCluster(cpus=4, flags=False))
-        default.serve(handle, health_path="/")
+        default.serve(handle)
         flags = stack.enter_context(LocalCluster(cpus=4))
-        flags.serve(handle, health_path="/")
+        flags.serve(handle)
         compared: dict[str, list[dict[str, Any]]] = {"ours": [], "default": [], "flags": []}
         for n in range(rounds):
             for name, cluster in (("ours", ours), ("default", default), ("flags", flags)):

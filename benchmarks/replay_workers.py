@@ -69,6 +69,7 @@ class Job:
     decode: str
     frontend: int
     due_s: float = 0.0
+    submitted_s: float = 0.0  # to its prefill worker
     cached_blocks: int | None = None  # found when its prefill began
     left_tokens: float = 0.0
     stored_blocks: int = 0
@@ -98,12 +99,17 @@ class PrefillQueue:
         self._waiting: list[tuple[float, int, Job]] = []
         self._running: Job | None = None
         self._slice_tokens = 0.0
+        self._slice_began_s = 0.0
+        self._known_until_s = 0.0  # what came later is in no report yet
+        self.slice_ms = 0.0  # of the last one that is done
 
     def submit(self, job: Job, now_s: float) -> float | None:
         """When to call `advance`, if the worker was idle."""
         request = job.request
         uncached = request.prompt_tokens - self._cache.match(request.hashes) * BLOCK_TOKENS
-        job.due_s = due_s(self._order, now_s, max(uncached, 1) / TOKENS_PER_S * 1e3)
+        job.submitted_s = now_s
+        job.left_tokens = max(uncached, 1)
+        job.due_s = due_s(self._order, now_s, job.left_tokens / TOKENS_PER_S * 1e3)
         heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
         return self._next(now_s) if self._running is None else None
 
@@ -112,6 +118,8 @@ class PrefillQueue:
         job = self._running
         assert job is not None
         self._running = None
+        self._known_until_s = self._slice_began_s
+        self.slice_ms = (now_s - self._slice_began_s) * 1e3
         job.left_tokens -= self._slice_tokens
         done = job.left_tokens <= 1e-6
         hashes = job.request.hashes
@@ -124,14 +132,13 @@ class PrefillQueue:
         return (job if done else None), self._next(now_s)
 
     def load(self) -> tuple[int, int]:
-        """Prompts queued or computing, and their tokens as an engine counts them: waiting ones whole."""
+        """Prompts queued or computing and their tokens to compute, as an engine tells them when a slice is
+        done: without what came during it, and of waiting ones what was not cached when they came."""
         jobs = [entry[2] for entry in self._waiting]
         if self._running is not None:
             jobs.append(self._running)
-        tokens = sum(
-            job.request.prompt_tokens if job.cached_blocks is None else job.left_tokens for job in jobs
-        )
-        return len(jobs), int(tokens)
+        known = [job for job in jobs if job.submitted_s <= self._known_until_s]
+        return len(known), int(sum(job.left_tokens for job in known))
 
     def _next(self, now_s: float) -> float | None:
         if not self._waiting:
@@ -147,6 +154,7 @@ class PrefillQueue:
             self._on_begun(job, now_s)
         chunk = CHUNK_S * TOKENS_PER_S
         self._slice_tokens = min(job.left_tokens, chunk) if self._chunked else job.left_tokens
+        self._slice_began_s = now_s
         return now_s + self._slice_tokens / TOKENS_PER_S
 
     def _store(self, chain: Sequence[int], first_new: int) -> None:

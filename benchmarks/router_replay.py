@@ -55,13 +55,14 @@ class Setup:
     fixed_decode: bool = True
     seed: int = 0
     frontends: int = 1  # that share the workers, each with a router of its own
+    order: Order | None = None  # of all workers; None: as the policy wants it
 
 
 class Replay:
     """One policy over one trace. Events are (time, number, kind, payload), earliest first."""
 
     def __init__(self, policy: str, setup: Setup) -> None:
-        order = Order.DEADLINE if policy == "ttft_regret" else Order.FIFO
+        order = setup.order or (Order.DEADLINE if policy == "ttft_regret" else Order.FIFO)
         self._setup = setup
         self._index = PrefixIndex()
         caches = CacheEvents(self._index)  # one for all: every frontend gets the same events
@@ -198,10 +199,11 @@ class Replay:
 
     def _report(self, name: str, now_s: float) -> None:
         """One a chunk, to all frontends. KV is not scarce here, so its counts say nothing."""
-        waiting, tokens = self._queues[name].load()
+        queue = self._queues[name]
+        waiting, tokens = queue.load()
         running = 0 if self._setup.separate else len(self._decodes[name])
         blocks = self._setup.blocks
-        report = Report(running, waiting, tokens, blocks, blocks, 0.0)
+        report = Report(running, waiting, tokens, blocks, blocks, queue.slice_ms)
         for router in self._routers:
             router.on_load(name, report, now_s)
 

@@ -5,8 +5,8 @@ since; so the load is
 
     the report + our bookings since (times the number of frontends, who do as we do until a report says)
 
-and never below our own bookings. Reports count a waiting prompt whole, cached or not: others' tokens are
-therefore scaled by the share of our own prompts there that had to be computed. Pure; times are parameters.
+and never below our own bookings. A step's report comes at its end and knows what came before its begin.
+It counts a waiting prompt by what was not cached when it came. Pure; times are parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from kvrouter.router import LoadLike, WorkerView
 
 __all__ = ["Booking", "WorkerLoad"]
 
-ON_THE_WAY_S = 0.02  # a booking this much older than a report may still be missing in it
-SHARE_RATE = 0.05  # of the running mean of the computed share
+ON_THE_WAY_S = 0.02  # a booking this much older than what a report tells of may still be missing in it
 PERIOD_PROMPTS = 8  # most prompts in one sample of the prefill model
 
 
@@ -38,6 +37,7 @@ class Booking:
     output_tokens: int  # expected
     blocks: int  # prompt and expected output, 0 where its KV does not stay
     booked_s: float
+    counted_tokens: int = 0  # as which reports count it until it begins: not in the cache now
     computed: bool = False
 
 
@@ -65,11 +65,10 @@ class WorkerLoad:
         self._own_tokens = 0  # uncached, of those
         self._own_blocks = 0
         self._own_prompt_blocks = 0
-        self._recent: deque[int] = deque()  # attempts that no report knows yet, oldest first
+        self._recent: deque[int] = deque()  # attempts that may not have arrived at the last report, oldest first
         self._report: LoadLike | None = None
         self._ended_since_report = 0
         self._others_tokens = 0
-        self._computed_share = 1.0
         self._period = _BusyPeriod()
 
     # ------------------------------------------------------------ own bookings
@@ -87,21 +86,19 @@ class WorkerLoad:
             self._own_tokens += booking.uncached_tokens
             due = due_s(self.order, now_s, booking.prefill_ms)
             self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s)
-            share = booking.uncached_tokens / max(booking.prompt_tokens, 1)
-            self._computed_share += SHARE_RATE * (share - self._computed_share)
 
     def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
-        """The worker computes the prompt now and found `cached_tokens` of it."""
+        """The worker began on the prompt in its last step and found `cached_tokens` of it."""
         booking = self.bookings.get(attempt)
         if booking is None or not booking.computes or booking.computed:
             return
         uncached = max(booking.prompt_tokens - cached_tokens, 1)
         self._own_tokens += uncached - booking.uncached_tokens
-        booking.uncached_tokens = uncached
+        booking.uncached_tokens = booking.counted_tokens = uncached
         booking.prefill_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
         self._backlog.correct(attempt, booking.prefill_ms, now_s)
         if not self._period.running:
-            self._period = _BusyPeriod(now_s, disturbed=self._others_tokens > 0)
+            self._period = _BusyPeriod(now_s - self._step_s, disturbed=self._others_tokens > 0)
         self._period.running.add(attempt)
 
     def computed(self, attempt: int, now_s: float) -> None:
@@ -160,23 +157,28 @@ class WorkerLoad:
         """What the worker said of itself at about `now_s`."""
         self._report = report
         self._ended_since_report = 0
-        known_before_s = now_s - ON_THE_WAY_S
-        while self._recent and self.bookings[self._recent[0]].booked_s <= known_before_s:
+        arrived_s = now_s - ON_THE_WAY_S
+        while self._recent and self.bookings[self._recent[0]].booked_s <= arrived_s:
             self._recent.popleft()
         self._learn_step(report)
-        recent = set(self._recent)
         own = self._computing.values()
-        # As the worker counts them, at most: it may have started on some, and found a prefix.
-        others = max(0, report.waiting_tokens - sum(b.prompt_tokens for b in own))
-        self._others_tokens = int(others * self._computed_share)
+        # At most: part of them may be computed.
+        others = max(0, report.waiting_tokens - sum(b.counted_tokens for b in own))
+        self._others_tokens = others
         self._backlog.set_others(self._others_tokens * self.models.prefill.ms_per_token, now_s)
         if others == 0:
-            old = [b for b in own if b.attempt not in recent]
+            old = [b for b in own if b.booked_s <= arrived_s - self._step_s]
+            new = {b.attempt for b in own if b.booked_s > arrived_s - self._step_s}
             tokens = sum(b.uncached_tokens for b in old)
             left = min(report.waiting_tokens / tokens, 1.0) if tokens else 0.0
-            self._backlog.cap_own(left * sum(b.prefill_ms for b in old), recent, now_s)
+            self._backlog.cap_own(left * sum(b.prefill_ms for b in old), new, now_s)
         if self._others_tokens:
             self._period.disturbed = True
+
+    @property
+    def _step_s(self) -> float:
+        """How long the step took whose end the last report told; 0: that was of no step."""
+        return 0.0 if self._report is None else self._report.step_ms / 1e3
 
     def _learn_step(self, report: LoadLike) -> None:
         if self.view.role == "decode" and report.running > 0 and report.waiting_tokens == 0:

@@ -206,6 +206,9 @@ class PolicyRouter:
         if computes and choice is not None and choice.pull_from is not None:
             prefill_ms += load.models.move.ms(choice.pull_tokens)
         output = 0 if load.view.role == "prefill" else min(request.max_tokens, EXPECTED_OUTPUT_TOKENS)
+        stored = 0
+        if computes and request.hashes:
+            stored = self.caches.match(request.hashes).get(worker, 0) * load.view.block_tokens
         load.book(
             Booking(
                 attempt=attempt,
@@ -216,6 +219,7 @@ class PolicyRouter:
                 output_tokens=output,
                 blocks=-(-(prompt + output) // load.view.block_tokens),
                 booked_s=now_s,
+                counted_tokens=max(prompt - stored, 1),
             ),
             now_s,
         )

@@ -85,6 +85,7 @@ class FrontendHost:
                     local=config.router.local_prefill,
                     frontends=config.frontend.replicas,
                 )
+                self._metrics.watch(model.name, variant.name, router.caches)
                 entries: dict[str, WorkerEntry] = {}
                 coordinator = Coordinator(
                     model=model.name,

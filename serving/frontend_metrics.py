@@ -1,8 +1,11 @@
-"""What a frontend counts, per request; label values are bounded, never taken from a client."""
+"""What a frontend counts, per request and of its routers; label values are never taken from a client."""
 
 from __future__ import annotations
 
-from serving.metrics import TOKEN_BUCKETS, Registry
+from dataclasses import asdict
+
+from kvrouter.events import CacheEvents
+from serving.metrics import TOKEN_BUCKETS, Labels, Registry
 
 DECISION_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
@@ -26,3 +29,34 @@ class FrontendMetrics:
         self.resumes = registry.counter("resumes", "Requests that went on after an attempt failed")
         self.attempt_failures = registry.counter("attempt_failures", "Attempts that failed")
         self.deadlines = registry.counter("deadlines_exceeded", "Deadlines passed, by stage", ("stage",))
+        self._caches: dict[Labels, CacheEvents] = {}  # by (model, variant)
+        variant = ("model", "variant")
+        self._events = registry.counter(
+            "router_events", "KV event frames applied, and what was wrong with others", (*variant, "kind")
+        )
+        self._evicted = registry.counter(
+            "router_index_evicted_blocks", "Blocks the index forgot for want of room", variant
+        )
+        registry.gauge("router_index_blocks", "Distinct blocks in the index", self._blocks, variant)
+        registry.gauge("router_index_bytes", "Memory of the index, estimated", self._bytes, variant)
+        registry.gauge("router_silent_workers", "Workers without KV events", self._silent, variant)
+        registry.before_snapshot(self._copy_events)
+
+    def watch(self, model: str, variant: str, caches: CacheEvents) -> None:
+        """Show what the router of this variant heard of its workers' caches."""
+        self._caches[model, variant] = caches
+
+    def _copy_events(self) -> None:
+        for labels, caches in self._caches.items():
+            for kind, count in asdict(caches.counters).items():
+                self._events.set_total(count, (*labels, kind))
+            self._evicted.set_total(caches.index.stats.evicted, labels)
+
+    def _blocks(self) -> dict[Labels, float]:
+        return {labels: caches.index.stats.blocks for labels, caches in self._caches.items()}
+
+    def _bytes(self) -> dict[Labels, float]:
+        return {labels: caches.index.stats.memory_bytes for labels, caches in self._caches.items()}
+
+    def _silent(self) -> dict[Labels, float]:
+        return {labels: len(caches.silent) for labels, caches in self._caches.items()}

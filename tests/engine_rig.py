@@ -62,6 +62,15 @@ def continuation(tokens: array[int], n_tokens: int) -> list[int]:
     return text[len(tokens) :].tolist()
 
 
+def checksums(tokens: array[int], namespace: int) -> list[int]:
+    """Of the text up to each token: what tells its KV from any other."""
+    sums, running = [], namespace
+    for token in tokens:
+        running = crc32(token.to_bytes(4, "little"), running)
+        sums.append(running)
+    return sums
+
+
 class CheckingRunner:
     """Remembers which text each slot belongs to and checks that a sequence only reads its own text."""
 
@@ -94,16 +103,25 @@ class CheckingRunner:
         return self.refuse
 
     def write(self, seq: Sequence, start: int, end: int) -> None:
-        for at, checksum in enumerate(self._checksums(seq, end)):
+        for at, checksum in enumerate(checksums(seq.tokens[:end], seq.work.namespace)):
             if at >= start:
                 self.slots[seq.blocks[at // self._size], at % self._size] = checksum
 
     def check(self, seq: Sequence, end: int) -> None:
-        for at, checksum in enumerate(self._checksums(seq, end)):
+        for at, checksum in enumerate(checksums(seq.tokens[:end], seq.work.namespace)):
             block = seq.blocks[at // self._size]
             assert self.slots.get((block, at % self._size)) == checksum, (
                 f"wrong KV at {at} in block {block}"
             )
+
+    def holds(self, tokens: array[int], first: int, blocks: list[BlockId], namespace: int = 7) -> bool:
+        """`blocks` hold the KV of `tokens` from block `first` of them on."""
+        start, sums = first * self._size, checksums(tokens, namespace)
+        end = min(start + len(blocks) * self._size, len(tokens))
+        return all(
+            self.slots.get((blocks[at // self._size - first], at % self._size)) == sums[at]
+            for at in range(start, end)
+        )
 
     def copy(self, source: CheckingRunner, pairs: list[tuple[BlockId, BlockId]]) -> None:
         """The transfer."""
@@ -111,13 +129,6 @@ class CheckingRunner:
             for offset in range(self._size):
                 if (theirs, offset) in source.slots:
                     self.slots[ours, offset] = source.slots[theirs, offset]
-
-    def _checksums(self, seq: Sequence, end: int) -> list[int]:
-        sums, running = [], seq.work.namespace
-        for token in seq.tokens[:end]:
-            running = crc32(token.to_bytes(4, "little"), running)
-            sums.append(running)
-        return sums
 
 
 @dataclass

@@ -41,6 +41,7 @@ class PromptQueue:
         self._prompts: list[LiveSequence] = []  # in order: to compute here, started or not
         self._remote: list[LiveSequence] = []  # in order: waiting for room for KV that comes from a peer
         self._started: list[LiveSequence] = []  # those of `_prompts` in PREFILL
+        self._shortened: list[LiveSequence] = []  # those of them that wait and hold what they announced
 
     def __bool__(self) -> bool:
         return bool(self._prompts or self._remote)
@@ -58,7 +59,7 @@ class PromptQueue:
         heads = self._remote[:1] + self._prompts[:1]
         if heads and min(heads).wants <= available:
             return True
-        return any(seq.blocks and seq.wants <= available for seq in self._prompts)
+        return any(seq.wants <= available for seq in self._shortened)
 
     def add(self, seq: LiveSequence) -> None:
         """`seq` waits; `due_s`, `number` and `left` are set."""
@@ -71,6 +72,8 @@ class PromptQueue:
         (self._remote if seq.remote else self._prompts).remove(seq)
         if seq.stage is Stage.PREFILL:
             self._started.remove(seq)
+        elif seq.blocks:
+            self._shortened.remove(seq)
         self.todo -= seq.left
         seq.left = 0
 
@@ -105,8 +108,13 @@ class PromptQueue:
         pieces: list[PrefillSlice] = []
         ahead = 0
         stuck = False  # one before lacks blocks
+        unseen = len(self._started) + len(self._shortened)  # that hold blocks
         for seq in self._prompts:
-            if stuck and not seq.blocks:
+            if seq.blocks:
+                unseen -= 1
+            elif stuck:
+                if not unseen:
+                    break
                 continue
             while ahead < len(ready) and ready[ahead] < seq:
                 ahead += 1
@@ -124,6 +132,8 @@ class PromptQueue:
         return pieces
 
     def _start(self, seq: LiveSequence) -> None:
+        if seq in self._shortened:
+            self._shortened.remove(seq)
         seq.stage = Stage.PREFILL
         self._started.append(seq)
         self._expect(seq, seq.n_remaining)
@@ -144,6 +154,8 @@ class PromptQueue:
         self._started.remove(seq)
         self._counters.preemptions += 1
         self._expect(seq, self._tables.give_back(seq))
+        if seq.blocks:
+            self._shortened.append(seq)
 
     def _expect(self, seq: LiveSequence, left: int) -> None:
         self.todo += left - seq.left

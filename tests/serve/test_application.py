@@ -208,3 +208,8 @@ def test_health(client: Client) -> None:
     """A pool that the config leaves empty is not degraded."""
     response = client.get("/health")
     assert (response.status_code, response.json()) == (200, {"status": "ok", "degraded": []})
+
+
+def test_debug_route_is_not_there_without_an_admin_key(client: Client) -> None:
+    """With one: tests/serve/test_router.py."""
+    assert client.get("/debug/router").status_code == 404

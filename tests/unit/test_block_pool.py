@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvrouter.hashing import block_hashes, next_hash, token_bytes
 from serving.engine.base import AttemptId, BlockHash, BlockStates, StoredRun
-from serving.kv.block_pool import BlockPool
+from serving.kv.block_pool import BlockPool, CachedBlock
 
 SIZE = 4  # tokens per block
 SPACE = 77  # namespace
@@ -41,9 +41,13 @@ def states(pool: BlockPool) -> tuple[int, int, int, int, int]:
     return now.used, now.leased, now.quarantined, now.cached, now.free
 
 
-def n_found(pool: BlockPool, *content: int, namespace: int = SPACE) -> int:
+def found(pool: BlockPool, *content: int, namespace: int = SPACE) -> list[CachedBlock]:
     data = data_of(*content)
-    return len(pool.find(namespace, block_hashes(data, SIZE, namespace), data))
+    return pool.find(namespace, block_hashes(data, SIZE, namespace), data)
+
+
+def n_found(pool: BlockPool, *content: int, namespace: int = SPACE) -> int:
+    return len(found(pool, *content, namespace=namespace))
 
 
 def test_life_of_a_block() -> None:
@@ -108,6 +112,47 @@ def test_same_attempt_may_come_back_while_quarantined() -> None:
     assert states(pool) == (0, 0, 3, 0, 3)
     pool.end_quarantine(A)
     assert states(pool) == (0, 0, 0, 0, 6)
+
+
+def test_shrink_gives_the_end_back() -> None:
+    pool = BlockPool(8)
+    blocks = fill(pool, A, 1, 2, spare=3)
+    pool.shrink(A, 2)
+    assert states(pool) == (2, 0, 0, 0, 6)
+    with pytest.raises(ValueError, match="committed 2 blocks"):
+        pool.shrink(A, 1)
+    assert pool.grow(A)
+    pool.lease(A)
+    assert states(pool) == (0, 3, 0, 0, 5)
+    assert n_found(pool, 1, 2) == 2
+    assert blocks[:2] == [int(entry.block) for entry in found(pool, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("short", "gives", "kept", "expected"),
+    [
+        pytest.param(2, [(A, 0)], (), 1, id="alone"),
+        pytest.param(3, [(A, 0), (B, 0)], (), 2, id="both"),
+        pytest.param(3, [(A, 2), (B, 0)], (), 0, id="from_an_index_on"),
+        pytest.param(4, [(A, 0), (B, 0)], (), 2, id="shared_ones_count_when_nobody_is_left"),
+        pytest.param(5, [(A, 0), (B, 0)], (), 0, id="too_few"),
+        pytest.param(1, [(C, 0)], (), 0, id="leased_too"),
+        pytest.param(3, [(A, 0), (B, 0)], (1,), 2, id="but_those_it_shares"),
+        pytest.param(4, [(A, 0), (B, 0)], (1,), 0, id="are_no_gain"),
+    ],
+)
+def test_enough(
+    short: int, gives: list[tuple[AttemptId, int]], kept: tuple[int, ...], expected: int
+) -> None:
+    pool = BlockPool(12)
+    fill(pool, A, 1, 2, 3)
+    fill(pool, B, 1, spare=1)  # shares the first with A
+    fill(pool, C, 7)
+    fill(pool, D, 7)
+    pool.lease(D)
+    before = states(pool)
+    assert pool.enough(short, gives, found(pool, *kept)) == expected
+    assert states(pool) == before
 
 
 def test_quarantined_content_is_not_found() -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvrouter.deadline import Order
 from serving.config import EngineConfig
 from serving.engine.base import AttemptId, BlockStates, EngineDied, Mode, StepOutput, StoredRun
 from serving.engine.core import EngineCore
@@ -63,10 +64,10 @@ class GatedRunner(CheckingRunner):
 
 @contextmanager
 def running(
-    runner: CheckingRunner, *, decode_period_s: float | None = None
+    runner: CheckingRunner, *, decode_period_s: float | None = None, order: Order = Order.DEADLINE
 ) -> Iterator[tuple[EngineCore, Listener]]:
     config = EngineConfig(block_tokens=8, chunk_tokens=64, max_batch=8)
-    engine = EngineCore(runner, config, decode_period_s=decode_period_s)
+    engine = EngineCore(runner, config, decode_period_s=decode_period_s, order=order)
     listener = Listener()
     engine.start(listener)
     try:
@@ -89,6 +90,21 @@ def test_answers_from_a_thread() -> None:
         assert states.conserved
         assert states.used == states.leased == 0
         assert not heard.outputs[-1].load.runnable
+
+
+@pytest.mark.parametrize(("order", "expected"), [(Order.DEADLINE, [2, 1]), (Order.FIFO, [1, 2])])
+def test_a_short_prompt_that_comes_during_a_step(order: Order, expected: list[int]) -> None:
+    runner = GatedRunner(n_blocks=200)
+    runner.gate.clear()
+    with running(runner, order=order) as (engine, heard):
+        # Its priority gives the short one more than the moment by which it is late on a busy machine.
+        engine.submit(work(1, prompt(1000), Mode.PREFILL, max_tokens=9))
+        assert runner.running.wait(LIMIT_S)
+        engine.submit(work(2, prompt(20, salt=2), Mode.PREFILL, max_tokens=9, priority=1))
+        runner.gate.set()
+        heard.wait_for(lambda: len(heard.told.tokens) == 2)
+        assert list(heard.told.tokens) == expected
+        assert heard.outputs[-1].load.waiting_tokens == 0
 
 
 def test_verbs_before_start_wait() -> None:
