@@ -118,7 +118,7 @@ class Deadlines(Section, frozen=True):
     """How long each stage of a request may take before it counts as failed."""
 
     request_ms: Milliseconds = 600_000
-    queue_ms: Milliseconds = 30_000
+    queue_ms: Milliseconds = 60_000  # a deadline order may let shorter prompts pass for half of it
     prefill_ms: Milliseconds = 120_000
     transfer_ms: Milliseconds = 10_000
     first_token_ms: Milliseconds = 30_000
