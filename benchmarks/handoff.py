@@ -7,7 +7,7 @@ the frontend. One prompt at a time: prefill on one, decode on the other. By prom
 
     prefill_ms   start of the prompt's first step to the end of its last, on the prefill worker
     tail_ms      from there to the start of the first decode step on the other worker
-    gbps         gigabits a second of the reads themselves, post to end
+    gbps         GB a second of the reads themselves, post to end
     descriptors  blocks read, one descriptor each
 
 `exact`: the tokens after every first hand-off equal those of a local run without any cached block (to be
@@ -264,7 +264,7 @@ class Bench:
             "prompt_tokens": n_tokens,
             "bytes": moved // rounds,
             "descriptors": (after.blocks - before.blocks) // rounds,
-            "gbps": round(moved * 8 / read_s / 1e9, 2),
+            "gbps": round(moved / read_s / 1e9, 2),
             "prefill_ms": round(statistics.median(prefill_ms), 2),
             "tail_ms": round(statistics.median(tail_ms), 2),
         }, exact

@@ -58,6 +58,9 @@ class Report:
     free_blocks: int
     total_blocks: int
     step_ms: float
+    moves: int = 0
+    moved_tokens: int = 0
+    move_ms: float = 0.0
 
 
 @dataclass(slots=True)
@@ -70,6 +73,7 @@ class Job:
     frontend: int
     due_s: float = 0.0
     submitted_s: float = 0.0  # to its prefill worker
+    begun_s: float = 0.0
     cached_blocks: int | None = None  # found when its prefill began
     left_tokens: float = 0.0
     stored_blocks: int = 0
@@ -78,7 +82,13 @@ class Job:
 
 
 class PrefillQueue:
-    """One worker's prompts; `on_stored(worker, chain, first new, evicted)` tells of the cache."""
+    """One worker's prompts; `on_stored(worker, chain, first new, evicted)` tells of the cache.
+
+    `chunked`: in slices of `CHUNK_S`, and as from an engine whatever there is to tell comes at the end of
+    one. Otherwise a prompt is one slice, and `on_begun` tells of it at once. `packed`: a slice in which a
+    prompt ends is filled up from the next ones, as engines do whose steps cost something by themselves;
+    its token comes at the end all the same.
+    """
 
     def __init__(
         self,
@@ -89,19 +99,21 @@ class PrefillQueue:
         on_stored: Callable[[str, Sequence[int], int, list[int]], None],
         *,
         chunked: bool,
+        packed: bool = False,
     ) -> None:
         self.ident = ident
         self._order = order
         self._cache = BlockCache(capacity)
         self._chunked = chunked
+        self._packed = packed
         self._on_begun = on_begun
         self._on_stored = on_stored
         self._waiting: list[tuple[float, int, Job]] = []
-        self._running: Job | None = None
-        self._slice_tokens = 0.0
+        self._running: list[tuple[Job, float]] = []  # in this slice, and how many tokens of each
         self._slice_began_s = 0.0
         self._known_until_s = 0.0  # what came later is in no report yet
         self.slice_ms = 0.0  # of the last one that is done
+        self.begun: list[Job] = []  # in that one
 
     def submit(self, job: Job, now_s: float) -> float | None:
         """When to call `advance`, if the worker was idle."""
@@ -111,51 +123,63 @@ class PrefillQueue:
         job.left_tokens = max(uncached, 1)
         job.due_s = due_s(self._order, now_s, job.left_tokens / TOKENS_PER_S * 1e3)
         heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
-        return self._next(now_s) if self._running is None else None
+        return None if self._running else self._next(now_s)
 
-    def advance(self, now_s: float) -> tuple[Job | None, float | None]:
-        """A slice is done: the job that is complete now, if one is, and when to call again."""
-        job = self._running
-        assert job is not None
-        self._running = None
+    def advance(self, now_s: float) -> tuple[list[Job], float | None]:
+        """A slice is done: the jobs that are complete now, and when to call again."""
+        assert self._running
         self._known_until_s = self._slice_began_s
         self.slice_ms = (now_s - self._slice_began_s) * 1e3
-        job.left_tokens -= self._slice_tokens
-        done = job.left_tokens <= 1e-6
-        hashes = job.request.hashes
-        have = len(hashes) if done else int((job.request.prompt_tokens - job.left_tokens) // BLOCK_TOKENS)
-        if have > job.stored_blocks:
-            self._store(hashes[:have], job.stored_blocks)
-            job.stored_blocks = have
-        if not done:
-            heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
-        return (job if done else None), self._next(now_s)
+        done: list[Job] = []
+        self.begun = []
+        for job, n_tokens in self._running:
+            if self._chunked and job.begun_s == self._slice_began_s:
+                self.begun.append(job)
+            job.left_tokens -= n_tokens
+            hashes = job.request.hashes
+            if job.left_tokens <= 1e-6:
+                done.append(job)
+                have = len(hashes)
+            else:
+                have = int((job.request.prompt_tokens - job.left_tokens) // BLOCK_TOKENS)
+                heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
+            if have > job.stored_blocks:
+                self._store(hashes[:have], job.stored_blocks)
+                job.stored_blocks = have
+        self._running = []
+        return done, self._next(now_s)
 
     def load(self) -> tuple[int, int]:
         """Prompts queued or computing and their tokens to compute, as an engine tells them when a slice is
         done: without what came during it, and of waiting ones what was not cached when they came."""
-        jobs = [entry[2] for entry in self._waiting]
-        if self._running is not None:
-            jobs.append(self._running)
+        jobs = [entry[2] for entry in self._waiting] + [job for job, _ in self._running]
         known = [job for job in jobs if job.submitted_s <= self._known_until_s]
         return len(known), int(sum(job.left_tokens for job in known))
 
     def _next(self, now_s: float) -> float | None:
-        if not self._waiting:
-            return None
-        job = heapq.heappop(self._waiting)[2]
-        self._running = job
-        if job.cached_blocks is None:
-            hashes = job.request.hashes
-            job.cached_blocks = job.stored_blocks = self._cache.match(hashes)
-            job.left_tokens = max(job.request.prompt_tokens - job.cached_blocks * BLOCK_TOKENS, 1)
-            if job.cached_blocks:
-                self._cache.use(hashes[: job.cached_blocks])
-            self._on_begun(job, now_s)
-        chunk = CHUNK_S * TOKENS_PER_S
-        self._slice_tokens = min(job.left_tokens, chunk) if self._chunked else job.left_tokens
+        """Begin a slice; when it will be done, None without any work."""
+        room = CHUNK_S * TOKENS_PER_S
+        total = 0.0
+        while self._waiting and (not self._running or (self._packed and room > 1e-6)):
+            job = heapq.heappop(self._waiting)[2]
+            if job.cached_blocks is None:
+                self._begin(job, now_s)
+            n_tokens = min(job.left_tokens, room) if self._chunked else job.left_tokens
+            self._running.append((job, n_tokens))
+            room -= n_tokens
+            total += n_tokens
         self._slice_began_s = now_s
-        return now_s + self._slice_tokens / TOKENS_PER_S
+        return now_s + total / TOKENS_PER_S if self._running else None
+
+    def _begin(self, job: Job, now_s: float) -> None:
+        hashes = job.request.hashes
+        job.cached_blocks = job.stored_blocks = self._cache.match(hashes)
+        job.left_tokens = max(job.request.prompt_tokens - job.cached_blocks * BLOCK_TOKENS, 1)
+        if job.cached_blocks:
+            self._cache.use(hashes[: job.cached_blocks])
+        job.begun_s = now_s
+        if not self._chunked:
+            self._on_begun(job, now_s)
 
     def _store(self, chain: Sequence[int], first_new: int) -> None:
         evicted = self._cache.use(chain)

@@ -4,7 +4,8 @@
 
 Live: `sim` prefill workers of the replay's speed and cache and one decode worker under Ray, real HTTP,
 tokens, hashes, KV events, load reports and hand-offs; the router knows of the workers only what they say.
-Replay: the same requests and set-up, where every prediction is exact and nothing else takes time.
+Replay: the same requests and set-up, where every prediction is exact and nothing else takes time. (For this
+it fills a prefill step up from the next prompt, as the engine does; benchmarks/router_replay.py does not.)
 `hit` is the share of prompt tokens found in the cache. Answers are cut short: this is about TTFT.
 """
 
@@ -12,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,9 @@ from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trac
 from kvrouter.deadline import Order
 from kvrouter.policies.registry import POLICY_NAMES
 from serving.local_cluster import LocalCluster
+from serving.manifest import resolve_weights
 
+TOKENIZER = "smollm2-135m"
 KV_BYTES_PER_TOKEN = 8
 ENGINE_BLOCK_TOKENS = 128
 PATIENCE_MS = 600_000  # no deadline may end a request: the replay has none
@@ -45,8 +50,20 @@ ROLES = {
 }
 
 
-def live_config(setup: Setup, policy: str) -> dict[str, Any]:
-    """The replay's set-up, as an application has it."""
+def write_model(folder: Path) -> Path:
+    """A model of a real one's tokenizer, with the context that the traces' longest prompts need; `sim`
+    engines read no weights, but a directory of a model has some."""
+    folder.mkdir()
+    (folder / "none.safetensors").write_bytes(bytes(8))
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.copy(resolve_weights(TOKENIZER) / name, folder)
+    card = json.loads((resolve_weights(TOKENIZER) / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**card, "max_position_embeddings": CONTEXT_TOKENS}))
+    return folder
+
+
+def live_config(setup: Setup, policy: str, model: Path) -> dict[str, Any]:
+    """The replay's set-up, as an application has it; `model`: of `write_model`."""
     profile = {
         "prefill_ms_per_token": 1e3 / TOKENS_PER_S,
         "context_tokens": CONTEXT_TOKENS,
@@ -62,7 +79,7 @@ def live_config(setup: Setup, policy: str) -> dict[str, Any]:
     }
     variant = {
         "name": "main",
-        "weights": "smollm2-135m",  # its tokenizer alone
+        "weights": str(model),
         "engine": engine,
         "prefill": {"replicas": setup.workers, "max_replicas": setup.workers, "cpus": 0.1},
         "decode": {"replicas": 1, "cpus": 0.1},
@@ -154,6 +171,7 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         separate=True,
         frontends=args.frontends,
         order=Order.DEADLINE,  # what our engines do, whatever the policy
+        packed=True,  # that too
     )
     trace = load_trace(args.trace, traces_dir(args.traces), args.speed)
     requests = first_seconds(trace, args.seconds, args.output_tokens)
@@ -161,7 +179,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     replay = replayed(requests, args.policy, setup)
     with LocalCluster(cpus=4) as cluster:
         progress.say("starting the application")
-        cluster.serve(live_config(setup, args.policy))
+        model = write_model(cluster.directory / "model")
+        cluster.serve(live_config(setup, args.policy, model))
         cpu_s, began_s = cpu_by_role(cluster), time.monotonic()
         progress.say(f"the same live, {args.seconds:g} s")
         outcomes, client_cpu_s = run_client(cluster, args)
@@ -192,6 +211,12 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
         "predicted_ttft_s_mean": mean_of(sums, "kvrelay_predicted_ttft_seconds"),
         "ttft_error_s_mean": mean_of(sums, "kvrelay_ttft_error_seconds"),
         "frontend_ttft_s_mean": mean_of(sums, "kvrelay_ttft_seconds"),
+        # Above 1: the machine was too busy for the workers to be as fast as they should, so TTFTs are not.
+        "worker_slowdown": round(
+            sums["kvrelay_prefill_step_seconds_total"]
+            / (sums["kvrelay_prompt_tokens_computed_total"] / TOKENS_PER_S),
+            3,
+        ),
         "decision_ms_mean": round(mean_of(sums, "kvrelay_router_decision_seconds") * 1e3, 3),
         "client_late_ms_p99": round(float(np.percentile(late_ms, 99)), 2),
         # Of one core each: near 100 the machine, not the model, makes the TTFT.

@@ -56,6 +56,7 @@ class Setup:
     seed: int = 0
     frontends: int = 1  # that share the workers, each with a router of its own
     order: Order | None = None  # of all workers; None: as the policy wants it
+    packed: bool = False  # prefill slices: see PrefillQueue
 
 
 class Replay:
@@ -64,6 +65,8 @@ class Replay:
     def __init__(self, policy: str, setup: Setup) -> None:
         order = setup.order or (Order.DEADLINE if policy == "ttft_regret" else Order.FIFO)
         self._setup = setup
+        # FIFO is the same in one piece; but reports come with every chunk.
+        self._chunked = order is Order.DEADLINE or setup.frontends > 1
         self._index = PrefixIndex()
         caches = CacheEvents(self._index)  # one for all: every frontend gets the same events
         self._routers = [
@@ -89,8 +92,8 @@ class Replay:
                 setup.blocks,
                 self._on_begun,
                 self._on_stored,
-                # FIFO is the same in one piece; but reports come with every chunk.
-                chunked=order is Order.DEADLINE or setup.frontends > 1,
+                chunked=self._chunked,
+                packed=setup.packed,
             )
             for name in names
         }
@@ -151,10 +154,12 @@ class Replay:
     def _on_slice(self, name: str, now_s: float) -> None:
         done, again_s = self._queues[name].advance(now_s)
         self._plan(again_s, "prefill", name)
-        if done is not None:
-            self._on_computed(done, name, now_s)
-        if len(self._routers) > 1:
+        if self._chunked:
             self._report(name, now_s)
+            for job in self._queues[name].begun:
+                self._on_begun(job, now_s)
+        for job in done:
+            self._on_computed(job, name, now_s)
 
     def _on_computed(self, done: Job, name: str, now_s: float) -> None:
         done.first_token_s = now_s

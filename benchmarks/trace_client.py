@@ -36,6 +36,7 @@ class Outcome:
     cached_tokens: int = 0
     status: int = 0
     prefill: str = ""  # the worker
+    error: str = ""  # what the server said instead
 
 
 class BlockTexts:
@@ -97,6 +98,8 @@ class _Exchange(asyncio.Protocol):
         for line in head.split(b"\r\n"):
             if line.lower().startswith(b"x-kvrelay-prefill:"):
                 outcome.prefill = line.partition(b":")[2].strip().decode()
+        if outcome.status != 200 or outcome.ttft_s is None:
+            outcome.error = body[:300].decode(errors="replace")
         # The head can leave before the first token, then it cannot know; the last event always does.
         at = body.rfind(b'"cached_tokens":')
         if at >= 0:

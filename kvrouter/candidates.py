@@ -17,22 +17,17 @@ def candidates(
     matched: Mapping[str, int],
     turnover: CacheTurnover,
     now_s: float,
-    *,
-    pull: bool,
 ) -> list[Candidate]:
-    """One per load, in that order. `matched`: cached leading blocks by worker, of any role.
-
-    With `pull` the longest match anywhere may be read by a worker that has less of it.
+    """One per load, in that order. `matched`: leading blocks by worker that are cached, or will be when it
+    is the request's turn; of workers of any role.
     """
     prompt = demand.prompt_tokens
     most_cached = max(prompt - 1, 0)  # the last token is always computed
     size = loads[0].view.block_tokens
     prompt_blocks = -(-prompt // size)
     needs_blocks = -(-(prompt + demand.output_tokens) // size)
-    best: tuple[str, int] | None = None
-    if pull and matched:
-        source = max(matched, key=lambda worker: matched[worker])
-        best = (source, matched[source] * size)
+    lender = demand.lender
+    best = None if lender is None else (lender[0], lender[1] * size)
     seen = []
     for load in loads:
         ident = load.view.ident
@@ -57,6 +52,7 @@ def candidates(
                 room_blocks=load.view.total_blocks - load.promised_blocks,
                 needs_blocks=needs_blocks,
                 turnover=turnover.excess(ident),
+                compute_ms=way.compute_ms,
                 pull_from=way.source,
                 pull_tokens=way.tokens,
             )

@@ -27,6 +27,7 @@ class Demand:
     best_cached_tokens: int = 0  # on the best-cached candidate
     best_prefill_ms: float = 0.0  # there
     session_worker: str | None = None  # where the session's last request went
+    lender: tuple[str, int] | None = None  # who has the longest prefix to be read from it now, in blocks
 
 
 @dataclass(slots=True)
@@ -48,6 +49,7 @@ class Candidate:
     room_blocks: int = 0  # not promised to anyone
     needs_blocks: int = 0  # prompt and expected output
     turnover: float = 0.0  # by how many caches it was overwritten more than its peers lately
+    compute_ms: float = 0.0  # to compute them all
     pull_from: str | None = None
     pull_tokens: int = 0
 
@@ -62,6 +64,7 @@ class Pull:
 
     ms: float
     uncached_tokens: int
+    compute_ms: float  # without a pull
     source: str | None = None
     tokens: int = 0
 
@@ -75,13 +78,16 @@ def cheapest_prefix(
     """
     cached = min(cached, most_cached)
     uncached = prompt_tokens - cached
-    compute = Pull(models.prefill.ms(uncached, prompt_tokens), uncached)
+    compute_ms = models.prefill.ms(uncached, prompt_tokens)
+    compute = Pull(compute_ms, uncached, compute_ms)
     if best is None or min(best[1], most_cached) <= cached:
         return compute
     reach = min(best[1], most_cached)
     moved = reach - cached
     ms = models.move.ms(moved) + models.prefill.ms(prompt_tokens - reach, prompt_tokens)
-    return Pull(ms, prompt_tokens - reach, best[0], moved) if ms < compute.ms else compute
+    if ms >= compute_ms:
+        return compute
+    return Pull(ms, prompt_tokens - reach, compute_ms, best[0], moved)
 
 
 def with_room(candidates: Sequence[Candidate]) -> Sequence[Candidate]:

@@ -65,7 +65,7 @@ class WorkerLoad:
         self._own_tokens = 0  # uncached, of those
         self._own_blocks = 0
         self._own_prompt_blocks = 0
-        self._recent: deque[int] = deque()  # attempts that may not have arrived at the last report, oldest first
+        self._recent: deque[int] = deque()  # attempts on the way when the last report came, oldest first
         self._report: LoadLike | None = None
         self._ended_since_report = 0
         self._others_tokens = 0
@@ -161,6 +161,8 @@ class WorkerLoad:
         while self._recent and self.bookings[self._recent[0]].booked_s <= arrived_s:
             self._recent.popleft()
         self._learn_step(report)
+        if report.moves:  # as a sum: the model is linear
+            self.models.move.linear.observe((report.moves, report.moved_tokens), report.move_ms)
         own = self._computing.values()
         # At most: part of them may be computed.
         others = max(0, report.waiting_tokens - sum(b.counted_tokens for b in own))

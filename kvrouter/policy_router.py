@@ -119,7 +119,10 @@ class PolicyRouter:
         if request.hashes is None:
             size = decoders[0].view.block_tokens
             request.hashes = block_hashes(request.tokens, size, request.namespace)
-        matched = self._match(request.hashes)
+        stored = self.caches.match(request.hashes)
+        if self._pull and stored:
+            demand.lender = max(stored.items(), key=lambda entry: entry[1])
+        matched = self._match(stored, request.hashes)
         prefillers = self._able("prefill", request)
         if prefillers:
             choice = self._separate(demand, decoders, prefillers, matched, now_s)
@@ -177,14 +180,14 @@ class PolicyRouter:
         self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
     ) -> list[Candidate]:
         turnover = self._turnovers[loads[0].view.role]
-        return candidates(demand, loads, matched, turnover, now_s, pull=self._pull)
+        return candidates(demand, loads, matched, turnover, now_s)
 
     def _able(self, role: str, request: RouterRequest) -> list[WorkerLoad]:
         able = [w for w in self._loads.values() if w.view.role == role and not w.view.draining]
         return [w for w in able if w.view.ident not in request.avoid] or able
 
-    def _match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        matched = dict(self.caches.match(hashes))
+    def _match(self, stored: Mapping[str, int], hashes: Sequence[int]) -> Mapping[str, int]:
+        matched = dict(stored)
         for worker, blocks in self._pending.match(hashes).items():
             if blocks > matched.get(worker, 0):
                 matched[worker] = blocks
@@ -297,6 +300,7 @@ def _choice(
         reasons=reasons,
         pull_from=computes.pull_from,
         pull_tokens=computes.pull_tokens,
+        pull_within_ms=computes.compute_ms,
     )
 
 

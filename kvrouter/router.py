@@ -23,6 +23,9 @@ class LoadLike(Protocol):
     free_blocks: int
     total_blocks: int
     step_ms: float
+    moves: int  # reads of KV from peers since the report before
+    moved_tokens: int
+    move_ms: float  # summed
 
 
 @dataclass(slots=True)
@@ -64,6 +67,7 @@ class Choice:
     predicted_itl_ms: float | None = None
     pull_from: str | None = None  # worker to read `pull_tokens` of cached prefix from before computing
     pull_tokens: int = 0
+    pull_within_ms: float = 0.0  # to wait longer for the owner's answer would not be worth it
     reasons: dict[str, dict[str, float]] = field(default_factory=dict)
 
 

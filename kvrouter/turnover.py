@@ -17,6 +17,7 @@ class CacheTurnover:
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
+        self._all_sizes = 0  # their sum
         self._written: dict[str, float] = {}  # as of `_as_of`
         self._as_of: dict[str, float] = {}
         self._total = 0.0  # faded, of all workers
@@ -26,11 +27,12 @@ class CacheTurnover:
         """Idempotent. A new worker starts as the average one, so that it is not flooded."""
         self._settle()
         if ident not in self._sizes and cache_tokens > 0:
-            average = self._total / sum(self._sizes.values()) if self._sizes else 0.0
+            average = self._total / self._all_sizes if self._sizes else 0.0
             self._written[ident] = average * cache_tokens
             self._as_of[ident] = self._clock
             self._total += self._written[ident]
         if cache_tokens > 0:
+            self._all_sizes += cache_tokens - self._sizes.get(ident, 0)
             self._sizes[ident] = cache_tokens
 
     def remove_worker(self, ident: str) -> None:
@@ -38,13 +40,14 @@ class CacheTurnover:
         self._settle()
         if ident in self._sizes:
             self._total -= self._written[ident]
+            self._all_sizes -= self._sizes[ident]
             del self._sizes[ident], self._written[ident], self._as_of[ident]
 
     def write(self, ident: str, tokens: int) -> None:
         """Unknown workers are ignored."""
         if ident not in self._sizes:
             return
-        self._total *= math.exp(-tokens / sum(self._sizes.values()))
+        self._total *= math.exp(-tokens / self._all_sizes)
         self._clock += tokens
         self._written[ident] = self._faded(ident) + tokens
         self._as_of[ident] = self._clock
@@ -54,7 +57,7 @@ class CacheTurnover:
         """By how many of its sizes the cache was overwritten more than the average; 0 when unknown."""
         if ident not in self._sizes:
             return 0.0
-        return self._faded(ident) / self._sizes[ident] - self._total / sum(self._sizes.values())
+        return self._faded(ident) / self._sizes[ident] - self._total / self._all_sizes
 
     def _settle(self) -> None:
         """Before the sizes change, and with them how fast writes fade."""
@@ -63,4 +66,4 @@ class CacheTurnover:
 
     def _faded(self, ident: str) -> float:
         passed = self._clock - self._as_of[ident]
-        return self._written[ident] * math.exp(-passed / sum(self._sizes.values()))
+        return self._written[ident] * math.exp(-passed / self._all_sizes)

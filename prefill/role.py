@@ -1,8 +1,10 @@
-"""The owner's side of a hand-off: announce chunks to the reader, lease their blocks, release them.
+"""The owner's side: announce a prompt's chunks to its reader, lease their blocks, release them.
 
     accept -> chunks (buffered until the reader attaches, then streamed) -> last chunk -> Confirm
            -> Confirmed, blocks released            | the reader has them all
            -> Refused, blocks released              | lease run out, prefill failed or cancelled
+
+A reader that wants a cached prefix asks with `Lend`: what the engine finds is one last chunk.
 
 A reader may attach before, during or after prefill, once. While a prompt still computes its blocks are the
 engine's own; `engine.release` is called only after its last chunk, and once. One event loop, no Ray.
@@ -28,12 +30,14 @@ from serving.wire import (
     Confirm,
     Confirmed,
     Detach,
+    Lend,
     PeerHello,
     PeerWelcome,
     Refused,
     Renew,
     Submit,
     pack_u32,
+    unpack_u32,
 )
 
 LEASES_PER_TRANSFER = 2  # a lease outlives the reader's own transfer deadline
@@ -64,6 +68,7 @@ class _Handover:
     reader: PeerLink | None = None
     first: int = 0  # the reader needs blocks from here on
     accepted: bool = False  # the engine has it; else a reader is ahead of its prefill
+    loan: bool = False  # of a cached prefix: no prompt of ours
     complete: bool = False  # the last chunk is here
     unwanted: bool = False  # nobody will read it: release as soon as it is complete
     until_s: float | None = None  # when to give up waiting for the prefill or the reader
@@ -137,7 +142,9 @@ class PrefillRole:
         handover.chunks.append(chunk)
         handover.until_s = None
         handover.complete = chunk.last
-        if handover.unwanted:
+        if handover.loan and not handover.pinned:
+            self._refuse(chunk.attempt, "nothing of it is cached here")
+        elif handover.unwanted:
             if chunk.last:
                 self._forget(handover, self._over.get(chunk.attempt, "nobody wants it"))
         elif handover.reader is not None:
@@ -164,6 +171,8 @@ class PrefillRole:
                 self._welcome(link)
             case Attach():
                 self._attach(link, AttemptId(message.attempt), message.first)
+            case Lend():
+                self._lend(link, message)
             case Renew():
                 # Its read is not done at once, so it is none that needs only the reader: poll for it.
                 if message.attempt in self._handovers:
@@ -251,6 +260,21 @@ class PrefillRole:
         for chunk in handover.chunks[-1:] if finished else list(handover.chunks):
             if handover.reader is link:
                 self._send(handover, link, chunk)
+
+    def _lend(self, link: PeerLink, asked: Lend) -> None:
+        attempt = AttemptId(asked.attempt)
+        if attempt in self._over or attempt in self._handovers:
+            self._answer_refused(link, attempt, "that name is taken")
+            return
+        try:
+            tokens = unpack_u32(asked.tokens)
+        except ValueError as error:
+            self._answer_refused(link, attempt, f"malformed tokens: {error}")
+            return
+        handover = self._handover(attempt)
+        handover.reader, handover.first = link, asked.first
+        handover.accepted = handover.loan = True
+        self._engine.lend(attempt, asked.namespace, tokens)
 
     def _on_note(self, note: bytes) -> None:
         read = unpack_note(note)

@@ -103,11 +103,13 @@ class FrontendConfig(Section, frozen=True):
 
 class RouterConfig(Section, frozen=True):
     """`policy`: a name of kvrouter.policies.registry. `local_prefill`: decode workers may compute a prompt
-    themselves when that is predicted to cost less than a hand-off."""
+    themselves when that is predicted to cost less than a hand-off. `pull`: a worker may read a cached
+    prefix from another one when that is predicted to be faster than computing it."""
 
     policy: str = "ttft_regret"
     regret_weight: Annotated[float, Meta(ge=0, le=100)] = 1.0
     local_prefill: bool = True
+    pull: bool = False
 
 
 class PlannerConfig(Section, frozen=True):

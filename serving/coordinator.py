@@ -34,7 +34,7 @@ from serving.errors import (
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest, Sink
 from serving.run import Attempt, Run, Stage, WorkerEntry
-from serving.wire import Cancel, Handoff, Step, Submit, pack_u32, unpack_u32, unpack_u64
+from serving.wire import Cancel, Handoff, Pull, Step, Submit, pack_u32, unpack_u32, unpack_u64
 
 log = logging.getLogger("kvrelay.coordinator")
 
@@ -135,6 +135,8 @@ class Coordinator:
         deadline_ms = max(1, int((run.deadline_s - now) * 1e3))
         packed = pack_u32(tokens)
 
+        pull = self._pull(choice) if run.placements == 1 else None  # a resume takes no chances
+
         def submit(worker: WorkerEntry, mode: Mode, handoff: Handoff | None = None) -> int:
             self._next_attempt += 1
             attempt = self._next_attempt
@@ -153,6 +155,7 @@ class Coordinator:
                     deadline_ms=deadline_ms,
                     handoff=handoff,
                     priority=request.priority,
+                    pull=pull if handoff is None else None,
                 )
             )
             return attempt
@@ -174,6 +177,14 @@ class Coordinator:
             request.request_id, choice.prefill, choice.decode, choice.reasons,
         )  # fmt: skip
 
+    def _pull(self, choice: Choice) -> Pull | None:
+        """What the worker that computes may read first; the owner may be gone by now."""
+        owner = None if choice.pull_from is None else self._workers.get(choice.pull_from)
+        if owner is None:
+            return None
+        tokens = choice.cached_tokens + choice.pull_tokens
+        return Pull(owner.address, owner.ident, owner.epoch, tokens, max(1, int(choice.pull_within_ms)))
+
     def _note(self, run: Run, choice: Choice) -> None:
         """Remember the choice for whoever asks why, and for the metrics of its outcome."""
         chosen = choice.reasons.get(choice.prefill or choice.decode, {})
@@ -185,6 +196,8 @@ class Coordinator:
                 "prefill": choice.prefill,
                 "decode": choice.decode,
                 "cached_tokens": choice.cached_tokens,
+                "pull_from": choice.pull_from,
+                "pull_tokens": choice.pull_tokens,
                 "predicted_ttft_ms": choice.predicted_ttft_ms,
                 "predicted_itl_ms": choice.predicted_itl_ms,
                 "terms": choice.reasons,

@@ -82,6 +82,7 @@ class FrontendHost:
                     regret_weight=config.router.regret_weight,
                     seed=me.epoch,
                     order=Order.DEADLINE,
+                    pull=config.router.pull,
                     local=config.router.local_prefill,
                     frontends=config.frontend.replicas,
                 )
@@ -103,6 +104,7 @@ class FrontendHost:
                     router=router,
                     coordinator=coordinator,
                     entries=entries,
+                    pull=config.router.pull,
                     silence_s=config.deadlines.silence_ms / 1e3,
                     clock=clock,
                 )

@@ -51,6 +51,7 @@ class VariantLinks:
         router: Router,
         coordinator: Coordinator,
         entries: dict[str, WorkerEntry],
+        pull: bool = False,
         silence_s: float,
         clock: Callable[[], float],
     ) -> None:
@@ -60,6 +61,7 @@ class VariantLinks:
         self._key = key
         self._router = router
         self._entries = entries
+        self._readers = ("prefill", "decode") if pull else ("decode",)
         self._silence_s = silence_s
         self._clock = clock
         self._workers: dict[str, _Worker] = {}
@@ -182,7 +184,7 @@ class VariantLinks:
         self.coordinator.on_step(message)
 
     def _share_peers(self) -> None:
-        """Tell every worker of the others, so that agents connect before the first hand-off."""
+        """Tell whoever may read of the prefill workers, so that agents connect ahead of need."""
         peers = Peers(
             [
                 PeerAddress(worker.address, worker.ident, worker.epoch, worker.layout)
@@ -192,7 +194,7 @@ class VariantLinks:
         )
         for worker in self._workers.values():
             entry = self._entries.get(worker.ident)
-            if entry is not None and worker.role == "decode":
+            if entry is not None and worker.role in self._readers:
                 entry.send(peers)
 
     # ------------------------------------------------------------ watching

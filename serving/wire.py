@@ -9,8 +9,8 @@ Token ids travel as little-endian u32 bytes, attempts and hashes as u64 bytes: c
     Submit, Cancel, Peers                         frontend -> worker
     Step, Snapshot                                worker -> frontend
     SnapshotRequest                               frontend -> worker
-    PeerHello, PeerWelcome, Attach, Detach,
-    Renew, Confirm, Chunk, Confirmed, Refused     reader (decode) <-> owner (prefill) of KV
+    PeerHello, PeerWelcome, Attach, Lend, Detach,
+    Renew, Confirm, Chunk, Confirmed, Refused     reader <-> owner of KV
     Register, MetricsPush, MetricsPull,
     ScrapeRequest, ScrapeReply, Settings, Members party <-> control
 """
@@ -79,6 +79,17 @@ class Handoff(msgspec.Struct, array_like=True):
     attempt: int  # the owner's attempt
 
 
+class Pull(msgspec.Struct, array_like=True):
+    """A worker that is believed to have a prefix of the prompt cached, which is faster to read than to
+    compute. A hint: whatever becomes of it, the prompt gets computed."""
+
+    address: str  # host:port of its link
+    ident: str
+    epoch: int
+    tokens: int  # so many leading ones
+    within_ms: int  # how long an answer is worth waiting for
+
+
 class Submit(Message, tag="submit"):
     """One attempt. `tokens`: u32 LE bytes, the prompt and what was already generated."""
 
@@ -92,6 +103,7 @@ class Submit(Message, tag="submit"):
     deadline_ms: int  # time left for this attempt when it was sent
     handoff: Handoff | None = None
     priority: int = 0
+    pull: Pull | None = None  # LOCAL, PREFILL
 
 
 class Cancel(Message, tag="cancel"):
@@ -142,7 +154,7 @@ class Ended(msgspec.Struct, array_like=True):
 
 
 class Begun(msgspec.Struct, array_like=True):
-    """The attempt is scheduled; `n_cached` prompt tokens were found in the cache."""
+    """The attempt is scheduled; `n_cached` prompt tokens were found in the cache, here or at a peer."""
 
     attempt: int
     n_cached: int
@@ -171,6 +183,10 @@ class LoadReport(msgspec.Struct, array_like=True):
     total_blocks: int
     step_ms: float
     role: str = ""
+    # Reads of KV from peers since the report before; of a streamed hand-off its last chunk alone.
+    moves: int = 0
+    moved_tokens: int = 0
+    move_ms: float = 0.0  # summed
 
 
 class Step(Message, tag="step"):
@@ -216,6 +232,18 @@ class Attach(Message, tag="attach"):
     """Reader -> owner: I take the KV of `attempt`; tell me its chunks from block `first` on."""
 
     attempt: int
+    first: int
+
+
+class Lend(Message, tag="lend"):
+    """Reader -> owner: pin what you have cached of these tokens and tell me its blocks from `first` on.
+
+    The owner goes on as with an `Attach`: one last Chunk, or Refused.
+    """
+
+    attempt: int  # the reader's name for the loan, unknown to the owner: `loan_of` its own attempt
+    namespace: int
+    tokens: bytes  # u32 LE
     first: int
 
 
@@ -340,6 +368,7 @@ AnyMessage = (
     | PeerHello
     | PeerWelcome
     | Attach
+    | Lend
     | Chunk
     | Renew
     | Confirm
@@ -354,6 +383,14 @@ AnyMessage = (
     | Settings
     | Members
 )
+
+_LOAN = 1 << 63  # frontends leave this bit of their attempts clear
+
+
+def loan_of(attempt: int) -> int:
+    """The name under which `attempt` borrows a prefix: unique, as attempts are, and none of them."""
+    return attempt | _LOAN
+
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

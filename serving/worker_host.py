@@ -2,7 +2,7 @@
 
 The engine's thread hands over one StepOutput a step; whatever queued up since the last turn of the event
 loop leaves as one frame per frontend. Messages of frontends become engine verbs; messages of readers go to
-the prefill role, answers of owners to the decode role. Every worker has both roles: which one its pool
+the prefill role, answers of owners to the KV reader. Every worker has both roles: which one its pool
 plays decides only what the router sends it.
 """
 
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from decode.role import DecodeRole
+from prefill.pull import PullRole
 from prefill.role import PrefillRole
 from serving.config import Deadlines
 from serving.engine.base import AttemptId, Engine, EngineDied, Mode, StepOutput, StoredRun, Work
 from serving.kv.io import KvIo
 from serving.kv.peer_link import PeerLinks
+from serving.kv.reader import KvReader
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
 from serving.metrics import Registry
@@ -33,6 +35,7 @@ from serving.wire import (
     Confirm,
     Detach,
     Ended,
+    Lend,
     LoadReport,
     Logprobs,
     PeerHello,
@@ -51,7 +54,7 @@ from serving.worker_metrics import WorkerMetrics
 log = logging.getLogger("kvrelay.worker")
 
 LOAD_PERIOD_S = 0.02  # steps can be shorter than anybody can use a report
-READER_MESSAGES = (PeerHello, Attach, Renew, Confirm, Detach)
+READER_MESSAGES = (PeerHello, Attach, Lend, Renew, Confirm, Detach)
 
 
 @dataclass(slots=True)
@@ -97,14 +100,15 @@ class WorkerHost:
             layout=engine.layout,
         )
         self.prefill = PrefillRole(engine=engine, kv_io=kv_io, deadlines=deadlines)
+        self.reader = KvReader(engine=engine, kv_io=kv_io, peers=self.peers, deadlines=deadlines)
         self.decode = DecodeRole(
             engine=engine,
-            kv_io=kv_io,
-            peers=self.peers,
+            reader=self.reader,
             deadlines=deadlines,
-            on_failed=self._on_handoff_failed,
+            on_failed=self._on_read_failed,
             on_unneeded=self._forget,
         )
+        self.pulls = PullRole(engine=engine, reader=self.reader, on_failed=self._on_read_failed)
         self.metrics = WorkerMetrics(registry, self)
 
     async def start(self, host: str, port: int = 0) -> str:
@@ -116,7 +120,7 @@ class WorkerHost:
 
     async def stop(self) -> None:
         await self._server.stop()
-        await self.decode.stop()
+        await self.reader.stop()
         await self.prefill.stop()
         await self.peers.stop()
         await asyncio.to_thread(self.engine.stop)
@@ -130,7 +134,7 @@ class WorkerHost:
     @property
     def busy(self) -> bool:
         """Somebody waits for tokens, reads our KV or may still write into it."""
-        return bool(self._owners) or not self.prefill.idle or not self.decode.idle
+        return bool(self._owners) or not self.prefill.idle or not self.reader.idle
 
     @property
     def leases(self) -> int:
@@ -143,6 +147,14 @@ class WorkerHost:
     @property
     def handoff_failures(self) -> int:
         return sum(self.decode.counters.failures.values())
+
+    @property
+    def n_pulls(self) -> int:
+        return self.pulls.counters.pulls
+
+    @property
+    def pull_failures(self) -> int:
+        return sum(self.pulls.counters.failures.values())
 
     def check_alive(self) -> None:
         """Raises EngineDied when this worker can do nothing any more."""
@@ -202,6 +214,8 @@ class WorkerHost:
             self.decode.accept(submit)
         elif work.mode is Mode.PREFILL:
             self.prefill.accept(submit)
+        if work.pull_tokens:
+            self.pulls.accept(submit)
         try:
             self.engine.submit(work)
             # Until the engine says otherwise: one that hangs in its very next step says nothing at all.
@@ -220,6 +234,10 @@ class WorkerHost:
             raise ValueError(f"{len(tokens)} tokens; the context has {self.engine.context_tokens}")
         if mode is Mode.DECODE and submit.handoff is None:
             raise ValueError("decode without a hand-off")
+        pull_tokens = 0
+        if submit.pull is not None and mode is not Mode.DECODE and submit.pull.epoch != self.me.epoch:
+            whole = min(submit.pull.tokens, len(tokens) - 1) // self.engine.block_tokens
+            pull_tokens = whole * self.engine.block_tokens
         return Work(
             attempt=AttemptId(submit.attempt),
             mode=mode,
@@ -228,14 +246,14 @@ class WorkerHost:
             params=submit.params,
             namespace=submit.namespace,
             priority=submit.priority,
+            pull_tokens=pull_tokens,
         )
 
     def _cancel(self, attempt: AttemptId) -> None:
         """In whatever state; of a prefill that was handed over the lease may be left."""
         if self._modes.get(attempt, Mode.PREFILL) is Mode.PREFILL:
             self.prefill.cancel(attempt)
-            self.engine.cancel(attempt)
-        elif not self.decode.cancel(attempt):  # a hand-off under way knows whether a read is in flight
+        if not self.reader.cancel(attempt):  # who waits for KV knows whether a read is in flight
             self.engine.cancel(attempt)
         self._forget(attempt)
 
@@ -243,9 +261,10 @@ class WorkerHost:
         self._modes.pop(attempt, None)
         self._owners.pop(attempt, None)
 
-    def _on_handoff_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
+    def _on_read_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
         """The role freed its blocks."""
         link = self._owners.get(attempt)
+        self.prefill.on_failed(attempt, message)
         self._forget(attempt)
         if link is not None:
             link.send(Step(ended=[Ended(attempt, "", message, retryable)]))
@@ -323,16 +342,17 @@ class WorkerHost:
                 outboxes[link].begun.append(Begun(started.attempt, started.n_cached))
         for finished in output.finished:
             self._ended(outboxes, finished.attempt, Ended(finished.attempt, finished.reason.value))
+            self.reader.on_engine_finished(finished.attempt)
         for failed in output.failed:
             self._ended(outboxes, failed.attempt, Ended(failed.attempt, "", failed.message))
             self.prefill.on_failed(failed.attempt, failed.message)
-            self.decode.on_engine_failed(failed.attempt)
+            self.reader.on_engine_failed(failed.attempt)
         for chunk in output.chunks:
             self.prefill.on_chunk(chunk)
             if chunk.last:  # its token is on its way: from now on it is its reader's
                 self._forget(chunk.attempt)
         for reserved in output.reserved:
-            self.decode.on_reserved(reserved)
+            self.reader.on_reserved(reserved)
 
     def _ended(self, outboxes: dict[Link, Outbox], attempt: AttemptId, ended: Ended) -> None:
         link = self._owners.get(attempt)
@@ -347,6 +367,7 @@ class WorkerHost:
             return None
         self._load_sent_s = now
         blocks = load.blocks
+        moves = self.reader.take_moves()
         return LoadReport(
             step=load.step,
             running=load.running,
@@ -356,6 +377,9 @@ class WorkerHost:
             total_blocks=blocks.total,
             step_ms=load.step_ms,
             role=self.role,
+            moves=moves.count,
+            moved_tokens=moves.tokens,
+            move_ms=moves.ms,
         )
 
     def _on_snapshot(self, link: Link, runs: list[StoredRun]) -> None:

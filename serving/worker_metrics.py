@@ -28,6 +28,12 @@ class Measured(Protocol):
     @property
     def handoff_failures(self) -> int: ...
 
+    @property
+    def n_pulls(self) -> int: ...
+
+    @property
+    def pull_failures(self) -> int: ...
+
 
 class WorkerMetrics:
     """Totals that engine and transfer count themselves are copied when a snapshot is made."""
@@ -42,6 +48,7 @@ class WorkerMetrics:
             for name, help in (
                 ("prompt_tokens_computed", "Prompt tokens this engine computed"),
                 ("prompt_tokens_cached", "Prompt tokens this engine found in its cache"),
+                ("prompt_tokens_pulled", "Prompt tokens read from a peer's cache"),
                 ("tokens_generated", "Tokens this engine drew"),
                 ("preemptions", "Sequences put back because blocks ran out"),
                 ("engine_steps", "Steps this engine took"),
@@ -55,6 +62,8 @@ class WorkerMetrics:
                 ("handoff_read_failures", "Reads from peers that failed"),
                 ("handoff_read_seconds", "Time of reads from peers, summed"),
                 ("handoff_failures", "Hand-offs that failed, for any reason"),
+                ("pulls", "Prefixes read from a peer's cache"),
+                ("pull_failures", "Pulls that brought nothing, for any reason"),
             )
         }
         registry.before_snapshot(self._copy_totals)
@@ -88,6 +97,7 @@ class WorkerMetrics:
         values = {
             "prompt_tokens_computed": engine.prompt_tokens_computed,
             "prompt_tokens_cached": engine.prompt_tokens_cached,
+            "prompt_tokens_pulled": engine.prompt_tokens_pulled,
             "tokens_generated": engine.tokens_generated,
             "preemptions": engine.preemptions,
             "engine_steps": engine.steps,
@@ -101,6 +111,8 @@ class WorkerMetrics:
             "handoff_read_failures": transfers.failures,
             "handoff_read_seconds": transfers.seconds,
             "handoff_failures": self._worker.handoff_failures,
+            "pulls": self._worker.n_pulls,
+            "pull_failures": self._worker.pull_failures,
         }
         for name, value in values.items():
             self._totals[name].set_total(value)

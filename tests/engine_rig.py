@@ -43,10 +43,12 @@ def work(
     n_prompt: int | None = None,
     namespace: int = 7,
     priority: int = 0,
+    pull_tokens: int = 0,
     **params: object,
 ) -> Work:
     sampling = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, **params)  # type: ignore[arg-type]
-    return Work(AttemptId(attempt), mode, tokens, n_prompt or len(tokens), sampling, namespace, priority)
+    n_prompt = n_prompt or len(tokens)
+    return Work(AttemptId(attempt), mode, tokens, n_prompt, sampling, namespace, priority, pull_tokens)
 
 
 def next_token(tokens: array[int]) -> int:
@@ -99,7 +101,7 @@ class CheckingRunner:
             tokens.append(script.pop(0) if script else next_token(seq.tokens))
         return Drawn(tokens)
 
-    def accept(self, sequence: Sequence) -> str | None:
+    def accept(self, sequence: Sequence, n_tokens: int) -> str | None:
         return self.refuse
 
     def write(self, seq: Sequence, start: int, end: int) -> None:

@@ -10,6 +10,9 @@ How a request lives here, by `Mode`:
     PREFILL  submit -> chunks ... -> first token -> (finished, or leased until `release`)
     DECODE   submit -> reserved -> [KV arrives outside] -> `kv_arrived` -> tokens ... -> finished
 
+LOCAL and PREFILL may *pull* (`Work.pull_tokens`): they begin with `submit -> reserved -> [KV of a prefix
+arrives outside] -> prefix_arrived`, and compute what did not come. A peer that is pulled from `lend`s.
+
 `cancel` has an edge in every state and is idempotent. After `cancel` no output names the attempt.
 """
 
@@ -27,6 +30,7 @@ AttemptId = NewType("AttemptId", int)  # u64, unique over all frontends and time
 BlockId = NewType("BlockId", int)  # index into the pool's memory
 BlockHash = NewType("BlockHash", int)  # u64, chained (kvrouter.hashing)
 
+LENT = 0  # ChunkReady.token of a loan, which draws none
 TOKEN_TYPECODE = "I"  # array('I'): token ids are unsigned 32 bit everywhere
 
 
@@ -80,6 +84,7 @@ class Work:
     params: SamplingParams
     namespace: int  # hash seed of (model, adapter, salt); see kvrouter.hashing.namespace_seed
     priority: int = 0  # higher is computed sooner: each halves the slack (serving.engine.prefill_order)
+    pull_tokens: int = 0  # LOCAL, PREFILL: a peer may have so many leading ones, full blocks but not all
 
 
 @dataclass(slots=True)
@@ -93,10 +98,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Reserved:
-    """DECODE: every block the prompt needs is reserved; the first `n_cached` already hold their KV."""
+    """Every block the prompt needs is reserved; the first `n_cached` of `blocks` already hold their KV."""
 
     attempt: AttemptId
-    blocks: list[BlockId]  # ceil(len(tokens) / block_tokens)
+    blocks: list[BlockId]  # DECODE: of the whole prompt; a pull: the full ones of its `pull_tokens`
     n_cached: int  # leading blocks that need no transfer
 
 
@@ -105,7 +110,8 @@ class ChunkReady:
     """PREFILL: the KV of blocks `[first, first + len(blocks))` of this prompt is final and pinned.
 
     `last` is set on the chunk that ends the prompt; `token` is then the first generated token, or None
-    when the request already finished on it (nobody needs the KV).
+    when the request already finished on it (nobody needs the KV). What `lend` found is one such chunk with
+    the token LENT; with None when it found nothing.
     """
 
     attempt: AttemptId
@@ -123,7 +129,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Started:
-    """The attempt got its blocks and runs; `n_cached` prompt tokens need no computing."""
+    """The attempt got its blocks and runs; `n_cached` prompt tokens, cached or pulled, are not computed."""
 
     attempt: AttemptId
     n_cached: int
@@ -131,6 +137,8 @@ class Started:
 
 @dataclass(slots=True)
 class Failed:
+    """Over. Blocks that waited for KV may be in quarantine: `end_quarantine` once nothing writes them."""
+
     attempt: AttemptId
     message: str
 
@@ -186,6 +194,7 @@ class Counters:
     decode_seconds: float = 0.0
     content_checks: int = 0  # sim: blocks whose transferred bytes were checked
     content_errors: int = 0
+    prompt_tokens_pulled: int = 0  # read from a peer's cache instead of computed
 
 
 @dataclass(slots=True)
@@ -267,7 +276,21 @@ class Engine(Protocol):
         """DECODE: all blocks of `Reserved` hold the prompt's KV; go on after `token`, position 0."""
 
     def release(self, attempt: AttemptId) -> None:
-        """PREFILL: nobody needs the blocks of `attempt` any more (read, expired or refused); idempotent."""
+        """PREFILL, `lend`: nobody needs the blocks of `attempt` any more (read, expired or refused);
+        idempotent."""
+
+    def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
+        """A pull is over: the first `n_blocks` of `Reserved` hold their KV, the rest is to be computed.
+
+        No read into its blocks is in flight any more. 0 is right for whatever went wrong, and at any time:
+        before `Reserved` it means that nobody need wait. Ignored when the attempt does not pull (any more).
+        """
+
+    def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
+        """Pin what is cached of `tokens` until `release(attempt)`, and tell it as one last ChunkReady.
+
+        `attempt` is the reader's name for the loan, of no attempt that lives here.
+        """
 
     def request_snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
         """Call `callback` on the engine's thread with all cached content, exactly between two outputs."""

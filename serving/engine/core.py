@@ -10,6 +10,7 @@ import contextlib
 import logging
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +29,7 @@ from serving.engine.base import (
 )
 from serving.engine.pacing import DecodeGrid
 from serving.engine.scheduler import Scheduler
-from serving.engine.sequence import Runner, StepPlan
+from serving.engine.sequence import Runner, Sequence, StepPlan
 from serving.kv.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,12 @@ class EngineCore:
 
     def kv_arrived(self, attempt: AttemptId, token: int) -> None:
         self._post(partial(self._accept, attempt, token))
+
+    def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
+        self._post(partial(self._accept_prefix, attempt, n_blocks))
+
+    def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
+        self._post(partial(self._lend, attempt, namespace, tokens))
 
     def release(self, attempt: AttemptId) -> None:
         self._post(partial(self._scheduler.release, attempt))
@@ -203,15 +210,33 @@ class EngineCore:
         sequence = self._scheduler.reserved(attempt)
         if sequence is None:
             return
-        try:
-            wrong = self._runner.accept(sequence)
-        except Exception as error:
-            log.exception("accept failed")
-            wrong = repr(error)
+        wrong = self._wrong(sequence, len(sequence.tokens))
         if wrong is None:
             self._scheduler.kv_arrived(attempt, token)
         else:
             self._scheduler.fail(attempt, f"transferred KV refused: {wrong}")
+
+    def _accept_prefix(self, attempt: AttemptId, n_blocks: int) -> None:
+        """The same; what is wrong with a prefix is computed over."""
+        sequence = self._scheduler.reserved(attempt)
+        if sequence is not None and n_blocks:
+            wrong = self._wrong(sequence, n_blocks * self.block_tokens)
+            if wrong is not None:
+                log.error("pulled KV refused, its prompt is computed: %s", wrong)
+                n_blocks = 0
+        self._scheduler.prefix_arrived(attempt, n_blocks)
+
+    def _wrong(self, sequence: Sequence, n_tokens: int) -> str | None:
+        try:
+            return self._runner.accept(sequence, n_tokens)
+        except Exception as error:
+            log.exception("accept failed")
+            return repr(error)
+
+    def _lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
+        """Told at once: the next step may be long, and a reader waits."""
+        self._scheduler.lend(attempt, namespace, tokens)
+        self._emit(self._scheduler.collect())
 
     def _snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
         self._emit(self._scheduler.collect())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
 from kvrouter.hashing import block_hashes, next_hash, token_bytes
-from serving.engine.base import AttemptId, BlockHash, Mode
+from serving.engine.base import AttemptId, BlockHash, BlockId, Mode
 from serving.engine.sequence import Sequence
 from serving.kv.block_pool import BlockPool, CachedBlock
 
@@ -17,7 +18,7 @@ class Stage(Enum):
     """Where a sequence is. Leased blocks have no sequence: they are the pool's, by attempt."""
 
     WAITING = "waiting"  # new, preempted or gave blocks back; holds none but those it announced
-    RESERVED = "reserved"  # DECODE: holds its blocks, their KV is on its way
+    RESERVED = "reserved"  # holds its blocks, KV from a peer is on its way
     READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
     PREFILL = "prefill"
     DECODE = "decode"
@@ -35,7 +36,11 @@ class LiveSequence(Sequence):
         0  # tokens to compute here, as far as is known: those cached since are only found at a start
     )
     stage: Stage = Stage.WAITING
-    remote: bool = field(init=False)  # its prompt's KV comes from a peer: DECODE, until preempted
+    remote: bool = field(
+        init=False
+    )  # KV comes from a peer first: DECODE until preempted, a pull until done
+    pull_blocks: int = 0  # leading blocks that a peer may have, 0: no pull
+    pulled: int = 0  # of them those that came from it, at the last start
     begun: bool = False  # Started was told
     wanted: bool = True  # PREFILL: False after `release`, a lease would have no reader
     announced: int = 0  # PREFILL: leading blocks told in a ChunkReady
@@ -78,6 +83,17 @@ class BlockTables:
         """Tokens that `seq`, which holds nothing, would compute if it started now."""
         return len(seq.tokens) - len(self._find(seq)) * self._block_tokens
 
+    def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> list[BlockId]:
+        """Lease the leading blocks of `tokens` that are cached under the name of `attempt`."""
+        data = token_bytes(tokens)
+        found = self._pool.find(namespace, block_hashes(data, self._block_tokens, namespace), data)
+        if not found:
+            return []
+        blocks = self._pool.hold(attempt, namespace, found, len(found))
+        assert blocks is not None  # it takes no block but those it found
+        self._pool.lease(attempt)
+        return blocks
+
     def start(self, seq: LiveSequence) -> bool:
         """Hold blocks for all of `seq`, cached ones first; False, nothing changed, if too few are left."""
         pool = self._pool
@@ -93,7 +109,7 @@ class BlockTables:
             seq.wants = pool.cost(found, self.needed(seq))
             return False
         seq.blocks = blocks
-        seq.found = len(found)
+        seq.found, seq.pulled = len(found), 0
         seq.hashes = seq.known[: len(found)]
         seq.computed = len(found) * self._block_tokens
         return True
@@ -150,5 +166,5 @@ class BlockTables:
         rest = data[len(seq.known) * size * _TOKEN_SIZE :]
         seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
         # What computes here computes its last token at least: the step has to draw from it.
-        usable = (len(seq.tokens) - (not seq.remote)) // size
+        usable = (len(seq.tokens) - (not seq.remote or seq.pull_blocks > 0)) // size
         return self._pool.find(namespace, seq.known[:usable], data)

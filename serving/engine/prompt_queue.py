@@ -19,6 +19,8 @@ Why everybody gets done:
     are shortened prompts, who pin blocks until they end: any of them may go on if its rest is there. When
     nothing else is held, at least one can: the last to be shortened was whole beside the pins of the
     others, and those have not grown since, because pins only grow while whole.
+  - A pull holds its blocks while nobody can take them, for as long as its reader waits, which has an end.
+    Then it is started, and what was said of those holds for it.
   - Decodes are preempted for each other's next token (Scheduler), so at most as often as tokens are drawn.
 """
 
@@ -32,14 +34,14 @@ from serving.engine.sequence import PrefillSlice
 
 
 class PromptQueue:
-    """All sequences in WAITING and PREFILL. `add` and `remove` are a pair."""
+    """All sequences in WAITING and PREFILL, and pulls in RESERVED. `add` and `remove` are a pair."""
 
     def __init__(self, tables: BlockTables, counters: Counters) -> None:
         self.todo = 0  # tokens still to compute here: the sum of `left`
         self._tables = tables
         self._counters = counters
         self._prompts: list[LiveSequence] = []  # in order: to compute here, started or not
-        self._remote: list[LiveSequence] = []  # in order: waiting for room for KV that comes from a peer
+        self._remote: list[LiveSequence] = []  # in order: waiting for room for a peer's KV
         self._started: list[LiveSequence] = []  # those of `_prompts` in PREFILL
         self._shortened: list[LiveSequence] = []  # those of them that wait and hold what they announced
 
@@ -69,11 +71,12 @@ class PromptQueue:
 
     def remove(self, seq: LiveSequence) -> None:
         """Its prompt is done, or it is over; its blocks are the caller's to free."""
-        (self._remote if seq.remote else self._prompts).remove(seq)
-        if seq.stage is Stage.PREFILL:
-            self._started.remove(seq)
-        elif seq.blocks:
-            self._shortened.remove(seq)
+        if seq.stage is not Stage.RESERVED:
+            (self._remote if seq.remote else self._prompts).remove(seq)
+            if seq.stage is Stage.PREFILL:
+                self._started.remove(seq)
+            elif seq.blocks:
+                self._shortened.remove(seq)
         self.todo -= seq.left
         seq.left = 0
 
@@ -99,6 +102,21 @@ class PromptQueue:
             seq.stage = Stage.RESERVED
             reserved.append(seq)
         return reserved
+
+    def pulled(self, seq: LiveSequence) -> None:
+        """Its pull is over, in WAITING or RESERVED; from now on it is a prompt like any other.
+
+        In RESERVED it holds its blocks, so it is started, whoever is due before it.
+        """
+        waits = seq.stage is Stage.WAITING
+        if waits:
+            self._remote.remove(seq)
+        seq.remote = False
+        insort(self._prompts, seq)
+        if waits:
+            self._expect(seq, self._tables.uncached(seq))
+        else:
+            self._start(seq)
 
     def slices(self, places: int, budget: int, ready: list[LiveSequence]) -> list[PrefillSlice]:
         """What prompts compute of `budget` tokens in `places` of the batch, started if need be.

@@ -1,6 +1,7 @@
 """Continuous batching: which sequences the next step computes, and what its tokens mean. Pure.
 
-    verbs (submit, cancel, kv_arrived, release)  ->  schedule  ->  [runner]  ->  apply  ->  collect
+    verbs (submit, cancel, kv_arrived, prefix_arrived, lend, release)
+        ->  schedule  ->  [runner]  ->  apply  ->  collect
 
 A step computes all decodes, one token each, then prompt slices under the token budget, in the order in
 which prompts are due (PromptQueue: also who holds blocks, and who gives them back). When a decode finds no
@@ -18,6 +19,7 @@ from typing import cast
 
 from kvrouter.deadline import Order
 from serving.engine.base import (
+    LENT,
     TOKEN_TYPECODE,
     AttemptId,
     ChunkReady,
@@ -92,7 +94,12 @@ class Scheduler:
             self._live[seq.attempt] = seq
             self._arrivals += 1
             seq.number, seq.arrived_s = self._arrivals, now_s
-            seq.left = 0 if seq.remote else self._tables.uncached(seq)
+            if seq.mode is not Mode.DECODE:  # its last token is always computed
+                seq.pull_blocks = min(work.pull_tokens, len(tokens) - 1) // self._block_tokens
+                seq.remote = seq.pull_blocks > 0
+                seq.left = self._tables.uncached(seq)
+                if seq.remote:
+                    seq.left = min(seq.left, len(tokens) - seq.pull_blocks * self._block_tokens)
             seq.due_s = self._order.due_s(work.priority, seq.left, len(tokens), now_s)
             self._prompts.add(seq)
 
@@ -114,12 +121,14 @@ class Scheduler:
             self._out.failed.append(Failed(attempt, message))
 
     def fail_all(self, message: str) -> None:
-        """Every live attempt fails; leases stay."""
-        for attempt in list(self._live):
-            self.fail(attempt, message)
+        """Every live attempt fails; leases stay. Blocks that wait for KV, which a read may be writing, are
+        under quarantine from now on."""
+        for attempt, seq in list(self._live.items()):
+            self.cancel(attempt, quarantine=seq.stage is Stage.RESERVED)
+            self._out.failed.append(Failed(attempt, message))
 
     def reserved(self, attempt: AttemptId) -> Sequence | None:
-        """The sequence, if it waits for its KV."""
+        """The sequence, if it holds blocks and waits for KV."""
         seq = self._live.get(attempt)
         return seq if seq is not None and seq.stage is Stage.RESERVED else None
 
@@ -140,6 +149,22 @@ class Scheduler:
             insort(self._ready, seq)
         else:
             self._finish(seq, reason)
+
+    def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
+        """See Engine. Fewer blocks than were cached anyway count as those."""
+        seq = self._live.get(attempt)
+        if seq is None or not seq.remote or not seq.pull_blocks:
+            return
+        if seq.stage is Stage.RESERVED:
+            seq.pulled = max(n_blocks - seq.found, 0)
+            seq.computed = (seq.found + seq.pulled) * self._block_tokens
+            self._tables.commit(seq)
+        self._prompts.pulled(seq)
+
+    def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
+        """See Engine. The name of an attempt that lives here gets nothing."""
+        blocks = [] if attempt in self._live else self._tables.lend(attempt, namespace, tokens)
+        self._out.chunks.append(ChunkReady(attempt, 0, blocks, True, LENT if blocks else None))
 
     def release(self, attempt: AttemptId) -> None:
         """The lease ends; or, while the prompt still computes, there will be none. Idempotent."""
@@ -184,8 +209,9 @@ class Scheduler:
         if not self._prompts and not self._ready:
             return StepPlan(list(self._decodes) if decode else [])
         for seq in self._prompts.reserve():
-            n_blocks = -(-len(seq.tokens) // self._block_tokens)
-            self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], seq.found))
+            n_blocks = seq.pull_blocks or -(-len(seq.tokens) // self._block_tokens)
+            n_cached = min(seq.found, n_blocks)
+            self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], n_cached))
         places = self._max_batch - len(self._decodes)
         n_decodes = min(len(self._decodes) + len(self._ready), self._max_batch) if decode else 0
         budget = max(self._chunk_tokens - n_decodes, self._block_tokens)
@@ -280,8 +306,11 @@ class Scheduler:
     def _tell_started(self, seq: LiveSequence) -> None:
         if not seq.begun:
             seq.begun = True
-            seq.cached = seq.found * self._block_tokens
-            self.counters.prompt_tokens_cached += seq.cached
+            pulled = seq.pulled * self._block_tokens
+            cached = seq.found * self._block_tokens
+            seq.cached = cached + pulled
+            self.counters.prompt_tokens_cached += cached
+            self.counters.prompt_tokens_pulled += pulled
             self._out.started.append(Started(seq.attempt, seq.cached))
 
     def _apply_prefills(self, plan: StepPlan, tokens: Iterator[int]) -> None:
@@ -340,7 +369,7 @@ class Scheduler:
     def _leave(self, seq: LiveSequence) -> None:
         """Take `seq` out of the queue of its stage."""
         match seq.stage:
-            case Stage.WAITING | Stage.PREFILL:
+            case Stage.WAITING | Stage.PREFILL | Stage.RESERVED:
                 self._prompts.remove(seq)
             case Stage.READY:
                 self._ready.remove(seq)

@@ -104,5 +104,5 @@ class Runner(Protocol):
         Changes the pool's memory only; the sequences are advanced by the scheduler.
         """
 
-    def accept(self, sequence: Sequence) -> str | None:
-        """DECODE: the transferred blocks of `sequence` are about to be used; a text if they are wrong."""
+    def accept(self, sequence: Sequence, n_tokens: int) -> str | None:
+        """The transferred blocks of the first `n_tokens` are about to be used; a text if they are wrong."""

@@ -97,12 +97,12 @@ class SimRunner:
             time.sleep(left_s)
         return drawn
 
-    def accept(self, sequence: Sequence) -> str | None:
-        """See Runner: compare all blocks of the prompt with what its tokens should have written."""
-        n_tokens, size = len(sequence.tokens), self._block_tokens
+    def accept(self, sequence: Sequence, n_tokens: int) -> str | None:
+        """See Runner: compare all blocks of these tokens with what those should have written."""
+        size = self._block_tokens
         positions = np.arange(n_tokens)
         wrong = self._words[self._slots(sequence, 0, n_tokens)] != _kv_words(
-            np.frombuffer(sequence.tokens[:], np.uint32), positions
+            np.frombuffer(sequence.tokens[:n_tokens], np.uint32), positions
         )
         bad = np.unique(positions[wrong] // size)
         self.counters.content_checks += -(-n_tokens // size)

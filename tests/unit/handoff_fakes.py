@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from decode.role import DecodeRole
+from prefill.pull import PullRole
 from prefill.role import PrefillRole
 from serving.config import Deadlines
 from serving.engine.base import AttemptId, BlockId, ChunkReady, Engine, KVMemory, Reserved, SamplingParams
@@ -17,8 +18,9 @@ from serving.errors import LinkError
 from serving.kv.io import KvIo
 from serving.kv.local import LocalTransfer, Switchboard
 from serving.kv.peer_link import PeerLink, PeerLinkHandler, PeerLinks
+from serving.kv.reader import KvReader
 from serving.link import Identity
-from serving.wire import AnyMessage, Handoff, Hello, Message, Submit, decode, encode, pack_u32
+from serving.wire import AnyMessage, Handoff, Hello, Message, Pull, Submit, decode, encode, pack_u32
 
 BLOCK_BYTES, N_BLOCKS = 32, 64
 TOKEN = 42
@@ -37,6 +39,7 @@ class FakeEngine:
     """Records what it is told. Its memory's block `b` is filled with `fill + b`."""
 
     layout = "layout-1"
+    block_tokens = 1
 
     def __init__(self, fill: int) -> None:
         size = BLOCK_BYTES * N_BLOCKS
@@ -47,6 +50,8 @@ class FakeEngine:
         self.unquarantined: list[AttemptId] = []
         self.arrived: list[tuple[AttemptId, int]] = []
         self.released: list[AttemptId] = []
+        self.prefixes: list[tuple[AttemptId, int]] = []  # of pulls that are over
+        self.lent: list[tuple[AttemptId, int, list[int]]] = []  # attempt, namespace, tokens
 
     def cancel(self, attempt: AttemptId, *, quarantine: bool = False) -> None:
         self.cancelled[attempt] = quarantine
@@ -56,6 +61,12 @@ class FakeEngine:
 
     def kv_arrived(self, attempt: AttemptId, token: int) -> None:
         self.arrived.append((attempt, token))
+
+    def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
+        self.prefixes.append((attempt, n_blocks))
+
+    def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
+        self.lent.append((attempt, namespace, list(tokens)))
 
     def release(self, attempt: AttemptId) -> None:
         self.released.append(attempt)
@@ -173,13 +184,20 @@ class Reader:
         self.io = KvIo(self.transfer)
         self.me = Identity("worker", "reader", 99)
         self.peers = PeerLinks(me=self.me, dial=self.dial, kv_io=self.io, layout=self.engine.layout)
+        self.kv = KvReader(
+            engine=cast(Engine, self.engine), kv_io=self.io, peers=self.peers, deadlines=self.deadlines
+        )
         self.role = DecodeRole(
             engine=cast(Engine, self.engine),
-            kv_io=self.io,
-            peers=self.peers,
+            reader=self.kv,
             deadlines=self.deadlines,
             on_failed=lambda *failure: self.failed.append(failure),
             on_unneeded=self.unneeded.append,
+        )
+        self.pulls = PullRole(
+            engine=cast(Engine, self.engine),
+            reader=self.kv,
+            on_failed=lambda *failure: self.failed.append(failure),
         )
 
     async def dial(self, address: str, handler: PeerLinkHandler) -> PeerLink:
@@ -200,9 +218,15 @@ class Reader:
     def accept(self, attempt: int = 1, epoch: int = 1) -> None:
         self.role.accept(submit(attempt, Handoff(OWNER, "owner", epoch, 1)))
 
+    def pull(self, within_ms: int = 5000, *, address: str = OWNER, epoch: int = 1) -> None:
+        """Attempt 1 is to compute the tokens 1, 2, 3; the owner may have them all."""
+        asked = submit(1)
+        asked.pull = Pull(address, "owner", epoch, 3, within_ms)
+        self.pulls.accept(asked)
+
     def reserve(self, blocks: list[int], n_cached: int = 0, attempt: int = 1) -> None:
         ids = [BlockId(block) for block in blocks]
-        self.role.on_reserved(Reserved(AttemptId(attempt), ids, n_cached))
+        self.kv.on_reserved(Reserved(AttemptId(attempt), ids, n_cached))
 
     def attached(self) -> bool:
         return any(type(m).__name__ == "Attach" for link in self.links for m in link.sent)
@@ -224,7 +248,7 @@ class Pair:
 
     async def close(self) -> None:
         self.reader.transfer.faults.hang = False
-        await self.reader.role.stop()
+        await self.reader.kv.stop()
         await self.reader.peers.stop()
         for owner in self.owners.values():
             await owner.role.stop()

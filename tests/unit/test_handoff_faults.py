@@ -73,7 +73,7 @@ State = Callable[[Pair], Awaitable[None]]
 async def test_cancel_in_every_state(pair: Pair, reach: State) -> None:
     reader, owner = pair.reader, pair.owner
     await reach(pair)
-    assert reader.role.cancel(A)
+    assert reader.kv.cancel(A)
     await until(lambda: A in reader.engine.cancelled)
     reading = reach is _reading
     assert reader.engine.cancelled[A] is reading  # quarantined only while a read may still write
@@ -83,9 +83,9 @@ async def test_cancel_in_every_state(pair: Pair, reach: State) -> None:
         await until(lambda: reader.engine.unquarantined == [A])
     if reach in (_reading, _confirming):  # the owner frees at once, long before the lease runs out
         await until(lambda: owner.engine.released == [A])
-    assert reader.role.idle
+    assert reader.kv.idle
     assert reader.failed == []
-    assert not reader.role.cancel(A)
+    assert not reader.kv.cancel(A)
 
 
 async def test_queued_transferred_abort(pair: Pair) -> None:
@@ -93,8 +93,8 @@ async def test_queued_transferred_abort(pair: Pair) -> None:
     await pair.is_attached()
     pair.owner.chunk(0, [1, 2], last=True)
     await pair.arrives()
-    assert not pair.reader.role.cancel(A)  # so its caller tells the engine
-    assert pair.reader.role.idle
+    assert not pair.reader.kv.cancel(A)  # so its caller tells the engine
+    assert pair.reader.kv.idle
 
 
 @pytest.mark.parametrize("chunks", [0, 1, 2], ids=["queued", "computing", "complete"])
@@ -115,7 +115,7 @@ async def test_detach_of_a_computing_prefill_frees_it_when_complete(pair: Pair) 
     await pair.is_attached()
     owner.chunk(0, [1])
     await until(lambda: owner.role.counters.leases_held == 1)
-    pair.reader.role.cancel(A)
+    pair.reader.kv.cancel(A)
     await until(lambda: owner.role.counters.detached == 1)
     assert owner.engine.released == []
     owner.chunk(1, [2], last=True)
@@ -179,10 +179,10 @@ async def test_read_deadline_quarantines(hasty: Pair) -> None:
     assert retryable
     engine = hasty.reader.engine
     assert engine.cancelled == {A: True}
-    assert not hasty.reader.role.idle
+    assert not hasty.reader.kv.idle
     hasty.reader.transfer.faults.hang = False
     await until(lambda: engine.unquarantined == [A])
-    assert hasty.reader.role.idle
+    assert hasty.reader.kv.idle
 
 
 async def _no_reservation(pair: Pair) -> None:
@@ -312,8 +312,8 @@ async def test_chunks_that_do_not_fit_are_refused(
 
 async def test_decode_engine_failure_ends_quietly(pair: Pair) -> None:
     await pair.is_attached()
-    pair.reader.role.on_engine_failed(A)
-    await until(lambda: pair.reader.role.idle)
+    pair.reader.kv.on_engine_failed(A)
+    await until(lambda: pair.reader.kv.idle)
     assert pair.reader.failed == []
 
 
@@ -328,7 +328,7 @@ async def test_second_reader_is_refused(pair: Pair) -> None:
     assert "another reader" in second.failed[0][1]
     pair.owner.chunk(0, [1, 2], last=True)
     await pair.arrives()
-    await second.role.stop()
+    await second.kv.stop()
     await second.peers.stop()
     await second.io.close()
 

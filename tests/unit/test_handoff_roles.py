@@ -193,7 +193,7 @@ async def interleave(events: list[str], n_cached: int) -> None:
             case "hang" | "flow":
                 reader.transfer.faults.hang = event == "hang"
             case "cancel":
-                reader.role.cancel(A)
+                reader.kv.cancel(A)
             case "prefill_cancel":
                 owner.role.cancel(A)
                 prefill_over = True
@@ -206,7 +206,7 @@ async def interleave(events: list[str], n_cached: int) -> None:
     while not prefill_over and sent < 3:
         next_chunk()
         await asyncio.sleep(0.001)
-    await until(lambda: reader.role.idle)
+    await until(lambda: reader.kv.idle)
     owner.wait(100)  # a reader that was cancelled before it attached never comes
     engine = reader.engine
     assert len(engine.arrived) + len(engine.cancelled) == 1

@@ -196,7 +196,7 @@ def test_an_older_message_without_new_fields_decodes():
     assert decode(old) == Cancel(3)
     newer = msgspec.msgpack.encode(["cancel", 3, "a field of tomorrow"])
     assert decode(newer) == Cancel(3)
-    assert Submit.__struct_fields__[-1] == "priority"
+    assert Submit.__struct_fields__[-1] == "pull"
 
 
 def test_handshake_refused_is_a_link_error():

@@ -33,6 +33,9 @@ class Report:
     free_blocks: int = 10_000
     total_blocks: int = 10_000
     step_ms: float = 10.0
+    moves: int = 0
+    moved_tokens: int = 0
+    move_ms: float = 0.0
 
 
 def models() -> WorkerModels:
@@ -197,6 +200,34 @@ def test_an_idle_report_ends_old_work_and_keeps_new() -> None:
     assert target.choose(request(own=3), 0.105).reasons["p0"]["wait_ms"] == pytest.approx(100)
 
 
+def test_a_report_does_not_know_what_came_during_its_step() -> None:
+    """A step of 50 ms ends at 0.1: what was sent at 0.06 is in no report yet, and all of it is to do."""
+    target = router(prefill=1, decode=1, local=False, order=Order.FIFO)
+    place(target, 1, request(4000, own=1), now_s=0.0)
+    place(target, 2, request(2000, own=2), now_s=0.06)
+    target.on_load("p0", Report(running=1, waiting_tokens=2000, step_ms=50), 0.1)
+    assert target.choose(request(own=3), 0.1).reasons["p0"]["wait_ms"] == pytest.approx(200)
+
+
+def test_others_work_is_told_beside_what_is_cached_of_ours() -> None:
+    """Of our 4000 tokens 3000 are cached, so a report of 5000 tells of 4000 that others sent."""
+    target = router(prefill=1, decode=1, local=False, order=Order.FIFO)
+    ours = request(4000, prefix=3000)
+    tell_cached(target, "p0", request(3000, prefix=3000))
+    place(target, 1, ours)
+    target.on_load("p0", Report(running=1, waiting=1, waiting_tokens=5000), 0.0)
+    assert target.choose(request(own=2), 0.0).reasons["p0"]["wait_ms"] == pytest.approx(250)
+
+
+def test_a_prefix_still_computing_is_not_taken_for_others_work() -> None:
+    """We count on it; the worker counts a waiting prompt by what it had when that came."""
+    target = router(prefill=1, decode=1, local=False, order=Order.FIFO)
+    for i in (1, 2):
+        place(target, i, request(4000, prefix=3000, own=i))
+    target.on_load("p0", Report(running=1, waiting=1, waiting_tokens=8000), 0.0)
+    assert target.choose(request(own=3), 0.0).reasons["p0"]["wait_ms"] == pytest.approx(250)
+
+
 def test_own_work_is_not_counted_twice_by_reports() -> None:
     target = router(prefill=1, decode=1, local=False, order=Order.FIFO)
     place(target, 1, request(4000, own=1))
@@ -327,6 +358,21 @@ def test_prefill_times_are_learnt_from_what_happens() -> None:
         now_s += size * 0.2 / 1e3
         finish(target, i, now_s)
     assert target.choose(request(5000, own=99), now_s).predicted_ttft_ms == pytest.approx(1000, rel=0.1)
+
+
+def test_a_prompt_began_when_the_step_began_that_tells_so() -> None:
+    """Two steps of 50 ms a prompt; the first one's report says `begun` when half is done."""
+    target = router(prefill=1, decode=1, local=False)
+    now_s = 0.0
+    for i in range(40):
+        place(target, i, request(1000, own=i), now_s)
+        now_s += 0.05
+        target.on_load("p0", Report(running=1, waiting_tokens=500, step_ms=50), now_s)
+        target.begun(i, 0, now_s)
+        now_s += 0.05
+        target.on_load("p0", Report(step_ms=50), now_s)
+        finish(target, i, now_s)
+    assert target.choose(request(1000, own=99), now_s).predicted_ttft_ms == pytest.approx(100, rel=0.03)
 
 
 def test_step_times_are_learnt_from_reports() -> None:

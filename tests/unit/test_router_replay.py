@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.router_replay import REPLAYED, Setup, main, replay
+from benchmarks.router_replay import REPLAYED, Replay, Setup, main, replay
 from benchmarks.traces import TraceRequest, load_trace
 
 KEYS = {"hit", "mean_ttft_s", "p50_ttft_s", "p90_ttft_s", "p99_ttft_s", "slo", "mean_tpot_ms"}
@@ -42,6 +42,18 @@ def test_one_cold_request_takes_its_own_time() -> None:
     row = replay(families(1), "ttft_regret", Setup(workers=2, blocks=200))
     assert row["hit"] == 0
     assert row["mean_ttft_s"] == pytest.approx(5120 / 20_480, abs=1e-3)
+
+
+@pytest.mark.parametrize(("packed", "second_s"), [(False, 0.075), (True, 0.1)])
+def test_packed_slices_end_later_for_who_ends_in_them(packed: bool, second_s: float) -> None:
+    """1024 tokens, which are a slice, then 512 and 5120 on the same worker. The last gets done the same."""
+    requests = [
+        TraceRequest(0.0, 512 * n, 1, tuple(range(1000 * n, 1000 * n + n)))  # nothing in common
+        for n in (2, 1, 10)
+    ]
+    run = Replay("ttft_regret", Setup(workers=1, blocks=200, packed=packed))
+    run.run(requests)
+    assert [job.first_token_s for job in run.jobs] == pytest.approx([0.05, second_s, 6656 / 20_480])
 
 
 def test_hits_are_found() -> None:

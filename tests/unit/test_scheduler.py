@@ -441,7 +441,7 @@ STATES = [
     pytest.param(_leased, id="leased"),
     pytest.param(_reserved, id="reserved"),
     pytest.param(_transferred, id="queued_transferred_abort"),
-    pytest.param(_retracted, id="retracted_abort"),
+    pytest.param(_retracted, id="retracted_abort_host_memory"),
 ]
 
 
@@ -490,7 +490,9 @@ def test_fail_all_tells_every_live_attempt() -> None:
     rig.step()
     assert set(rig.told.failed) == {0, 1, 2, 3}
     assert rig.pool.states().leased == 2  # a reader may still be at it
+    assert rig.pool.states().quarantined == 26  # a read may still write to them
     rig.scheduler.release(AttemptId(9))
+    rig.pool.end_quarantine(AttemptId(2))
     rig.assert_idle()
 
 

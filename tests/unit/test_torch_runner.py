@@ -154,7 +154,7 @@ def test_blocks_copied_to_another_runner_continue_there(model_dirs: dict[str, Pa
             target.blocks.append(mine)
         target.tokens.append(source.tokens[-1])
         target.computed = len(prompt)
-        assert decode.runner.accept(target) is None
+        assert decode.runner.accept(target, len(target.tokens)) is None
         sequences.append(target)
     decode.drain(sequences)
     for sequence, prompt in zip(sequences, prompts(), strict=True):

@@ -20,7 +20,18 @@ from serving.kv.io import KvIo
 from serving.kv.local import LocalTransfer, Switchboard
 from serving.link import Identity, Link, dial
 from serving.metrics import Registry
-from serving.wire import AnyMessage, Cancel, Ended, Handoff, Step, Submit, pack_u32, unpack_u32, unpack_u64
+from serving.wire import (
+    AnyMessage,
+    Cancel,
+    Ended,
+    Handoff,
+    Pull,
+    Step,
+    Submit,
+    pack_u32,
+    unpack_u32,
+    unpack_u64,
+)
 from serving.worker_host import WorkerHost
 from tests.unit.handoff_fakes import until
 
@@ -105,7 +116,17 @@ class Rig:
             self.links[worker].close("done")
             await worker.host.stop()
 
-    def submit(self, worker: Worker, attempt: int, mode: Mode, n_tokens: int, seed: int = 0) -> None:
+    def submit(
+        self,
+        worker: Worker,
+        attempt: int,
+        mode: Mode,
+        n_tokens: int,
+        seed: int = 0,
+        *,
+        pull: Pull | None = None,
+        n_prompt: int | None = None,
+    ) -> None:
         me = self.prefill.host.me
         handoff = (
             Handoff(self.prefill.address, me.ident, me.epoch, attempt - 1) if mode is Mode.DECODE else None
@@ -116,12 +137,13 @@ class Rig:
                 attempt=attempt,
                 mode=mode.value,
                 tokens=pack_u32(prompt),
-                n_prompt=n_tokens,
+                n_prompt=n_prompt or n_tokens,
                 params=SamplingParams(max_tokens=NEW_TOKENS, seed=1, ignore_eos=True),
                 namespace=5,
                 request_id="r",
                 deadline_ms=30_000,
                 handoff=handoff,
+                pull=pull,
             )
         )
 
@@ -130,9 +152,14 @@ class Rig:
         self.submit(self.decode, attempt + 1, Mode.DECODE, n_tokens, seed)
         self.submit(self.prefill, attempt, Mode.PREFILL, n_tokens, seed)
 
+    def pull(self, n_tokens: int, within_ms: int = 3000) -> Pull:
+        """From the prefill worker."""
+        me = self.prefill.host.me
+        return Pull(self.prefill.address, me.ident, me.epoch, n_tokens, within_ms)
+
     async def everything_is_free(self) -> None:
         await until(lambda: self.decode.is_free() and self.prefill.is_free())
-        await until(lambda: self.decode.host.decode.idle and self.prefill.host.prefill.idle)
+        await until(lambda: self.decode.host.reader.idle and self.prefill.host.prefill.idle)
 
 
 @pytest_asyncio.fixture

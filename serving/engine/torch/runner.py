@@ -63,7 +63,7 @@ class TorchRunner:
             return Drawn([])
         return draw(logits, plan.drawing, self.eos_token_ids)
 
-    def accept(self, sequence: Sequence) -> str | None:
+    def accept(self, sequence: Sequence, n_tokens: int) -> str | None:
         """Real KV carries nothing to check against; lease and generation were confirmed by the reader."""
         return None
 

@@ -1,0 +1,343 @@
+"""The reader's side of KV from a peer: a whole prompt's (decode.role) or a cached prefix (prefill.pull).
+
+One job, in order (`KvReader._take_over`):
+
+    1. connect   a link and an agent to the owner that the submit names
+    2. reserve   the engine has room; the first `n_cached` blocks it already holds
+    3. read      ask; for every chunk the owner announces, READ the blocks we lack, while it computes
+    4. confirm   all is read: was the lease whole until now? NIXL does not fence, so only this makes it true
+    5. go on     the job's ending tells the engine
+
+Every step has a deadline. A failure or cancel in any of them ends in `_ended`: the owner is told, and the
+job's ending what became of it. Blocks that a read may still write stay in quarantine
+until it ended. No Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from serving.config import Deadlines
+from serving.engine.base import AttemptId, BlockId, Engine, Reserved
+from serving.errors import LeaseRefused, PeerGone, TransferError, TransferTimeout
+from serving.kv.io import KvIo
+from serving.kv.lease import pack_note
+from serving.kv.peer_link import Peer, PeerLinks
+from serving.wire import (
+    AnyMessage,
+    Chunk,
+    Confirm,
+    Confirmed,
+    Detach,
+    Message,
+    Refused,
+    Renew,
+    Submit,
+    unpack_u32,
+)
+
+RENEWALS_PER_LEASE = 3
+
+
+class NothingToRead(Exception):
+    """The request ended on its first token: nobody needs its KV."""
+
+
+class Ending(Protocol):
+    """What jobs of one kind do differently."""
+
+    def ask(self, job: Job, reserved: Reserved) -> Message:
+        """The first word to the owner, about `job.source`."""
+
+    def arrived(self, job: Job) -> None:
+        """The first `job.n_blocks` blocks hold their KV: tell the engine."""
+
+    def failed(self, job: Job, error: BaseException | None, writing: bool) -> None:
+        """Tell the engine. `error` None: cancelled. `writing`: a read may still write to its blocks, so
+        they have to go under quarantine; that ends by itself."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """KV that `submit` needs from the owner at `address`, where it is known as `source`."""
+
+    submit: Submit
+    ending: Ending
+    address: str
+    epoch: int
+    source: int
+    whole: bool  # all blocks and the first token must come; else what there is
+    answer_s: float  # the longest silence of the owner
+    until_s: float = 0.0  # the attempt's own deadline
+    reserved: asyncio.Future[Reserved] = field(init=False)
+    inbox: asyncio.Queue[Chunk | Confirmed | TransferError] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False
+    engine_failed: bool = False
+    peer: Peer | None = None  # once asked
+    generation: int | None = None
+    renewal: asyncio.TimerHandle | None = None
+    n_blocks: int = 0  # leading ones that are here, or on their way
+    token: int = 0  # with the last chunk
+    n_read: int = 0  # blocks
+    n_last: int = 0  # of them in the last chunk
+    started_s: float = 0.0
+    last_chunk_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.reserved = loop.create_future()
+        self.until_s = loop.time() + self.submit.deadline_ms / 1e3
+
+    @property
+    def attempt(self) -> AttemptId:
+        return AttemptId(self.submit.attempt)
+
+
+@dataclass(slots=True)
+class Moves:
+    """Reads since somebody took them: what the router learns the speed of the network from."""
+
+    count: int = 0
+    tokens: int = 0
+    ms: float = 0.0
+
+
+class KvReader:
+    """Belongs to one event loop; `stop` ends it. An attempt has one job at most."""
+
+    def __init__(self, *, engine: Engine, kv_io: KvIo, peers: PeerLinks, deadlines: Deadlines) -> None:
+        self._engine = engine
+        self._kv_io = kv_io
+        self._peers = peers
+        self._deadlines = deadlines
+        self._jobs: dict[AttemptId, Job] = {}
+        self._tasks: dict[AttemptId, asyncio.Task[None]] = {}
+        self._asked: dict[tuple[Peer, int], Job] = {}  # by the owner's name for it
+        self._quarantined: set[AttemptId] = set()
+        self._moves = Moves()
+        peers.deliver_to(self)
+        kv_io.on_ended = self._reads_ended
+
+    @property
+    def idle(self) -> bool:
+        """No job under way and no read that may still write."""
+        return not self._jobs and not self._quarantined
+
+    def take(self, job: Job) -> None:
+        """Bring it over. The engine is given the attempt right after."""
+        self._jobs[job.attempt] = job
+        task = asyncio.get_running_loop().create_task(self._take_over(job))
+        self._tasks[job.attempt] = task
+        task.add_done_callback(lambda done: self._ended(job, done))
+
+    def take_moves(self) -> Moves:
+        """Since the last call."""
+        moves, self._moves = self._moves, Moves()
+        return moves
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        job = self._jobs.get(reserved.attempt)
+        if job is not None and not job.reserved.done():
+            job.reserved.set_result(reserved)
+            self._kv_io.expect(reserved.blocks[reserved.n_cached :])
+
+    def on_engine_finished(self, attempt: AttemptId) -> None:
+        """The engine is done with it; here is at most something to stop."""
+        task = self._tasks.get(attempt)
+        if task is not None:
+            task.cancel()
+
+    def on_engine_failed(self, attempt: AttemptId) -> None:
+        """The engine gave it up, and its caller reports so. Its blocks are free once no read can write."""
+        job = self._jobs.get(attempt)
+        if job is None:
+            self._engine.end_quarantine(attempt)
+        else:
+            job.engine_failed = True
+            self._tasks[attempt].cancel()
+
+    def cancel(self, attempt: AttemptId) -> bool:
+        """Forget an attempt that waits for KV, here and in the engine; False for any other, which the
+        engine can be told directly. Idempotent."""
+        job = self._jobs.get(attempt)
+        if job is None:
+            return False
+        job.cancelled = True  # holds even when the task just came to its own end
+        self._tasks[attempt].cancel()  # `_ended` does the rest, in the loop's next turns
+        return True
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- what owners say (PeerLinks)
+
+    def on_owner_message(self, peer: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Chunk | Confirmed | Refused):
+            job = self._asked.get((peer, message.attempt))
+            if job is None:
+                return
+            if isinstance(message, Refused):
+                job.inbox.put_nowait(LeaseRefused(message.reason))
+            else:
+                job.inbox.put_nowait(message)
+
+    def on_owner_lost(self, peer: Peer, reason: str) -> None:
+        for job in self._jobs.values():
+            if job.peer is peer:
+                job.inbox.put_nowait(PeerGone(f"{peer.address}: {reason}"))
+
+    # -- one job
+
+    async def _take_over(self, job: Job) -> None:
+        try:
+            async with asyncio.timeout_at(job.until_s):
+                await self._connected(job)
+                reserved = await self._reserved(job)
+                job.n_blocks = reserved.n_cached
+                if job.whole or reserved.n_cached < len(reserved.blocks):
+                    await self._bring(job, reserved)
+        except TimeoutError:
+            raise TransferTimeout("the attempt's deadline passed before its KV was here") from None
+        job.ending.arrived(job)
+
+    async def _bring(self, job: Job, reserved: Reserved) -> None:
+        loop = asyncio.get_running_loop()
+        peer = await self._connected(job)  # it may have been lost while we waited
+        job.peer, job.started_s = peer, loop.time()
+        self._asked[peer, job.source] = job
+        peer.send(job.ending.ask(job, reserved))
+        async with asyncio.TaskGroup() as reads:
+            await self._read_chunks(job, peer, reserved, reads)
+        await self._confirmed(job, peer)
+        if job.n_last:
+            self._moves.count += 1
+            self._moves.tokens += job.n_last * self._engine.block_tokens
+            self._moves.ms += (loop.time() - job.last_chunk_s) * 1e3
+
+    async def _connected(self, job: Job) -> Peer:
+        deadline_s = min(self._deadlines.transfer_ms / 1e3, job.answer_s)
+        return await self._peers.ensure(job.address, job.epoch, deadline_s)
+
+    async def _reserved(self, job: Job) -> Reserved:
+        queue_ms = self._deadlines.queue_ms
+        try:
+            async with asyncio.timeout(queue_ms / 1e3):
+                return await job.reserved
+        except TimeoutError:
+            raise TransferTimeout(f"no room for the prompt's KV within {queue_ms:.0f} ms") from None
+
+    async def _read_chunks(
+        self, job: Job, peer: Peer, reserved: Reserved, reads: asyncio.TaskGroup
+    ) -> None:
+        """Start a read for every chunk, up to the last one. `reads` waits for the bytes."""
+        transfer_s = self._deadlines.transfer_ms / 1e3
+        while True:
+            chunk = await self._receive(job, job.answer_s, "the next chunk")
+            if not isinstance(chunk, Chunk):
+                continue
+            if chunk.last and chunk.token is None:
+                raise NothingToRead
+            self._lease(job, peer, chunk)
+            have = job.n_blocks
+            source = [BlockId(block) for block in unpack_u32(chunk.blocks)]
+            end = chunk.first + len(source)
+            if end > len(reserved.blocks) or (source and chunk.first > have):
+                raise TransferError(f"chunk of blocks {chunk.first}..{end} does not follow block {have}")
+            job.n_last = max(end - have, 0)
+            if job.n_last:
+                source, target = source[have - chunk.first :], reserved.blocks[have:end]
+                note = pack_note(AttemptId(job.source), chunk.generation)
+                renew = partial(peer.send, Renew(job.source, chunk.generation))
+                reads.create_task(
+                    self._kv_io.read(
+                        peer.agent, source, target, note, transfer_s, token=job.attempt, waiting=renew
+                    )
+                )
+                job.n_read += len(source)
+                job.n_blocks = end
+            if chunk.last and chunk.token is not None:
+                if job.whole and job.n_blocks != len(reserved.blocks):
+                    raise TransferError(
+                        f"the last chunk ends at block {job.n_blocks} of {len(reserved.blocks)}"
+                    )
+                job.last_chunk_s = asyncio.get_running_loop().time()
+                job.token = chunk.token
+                return
+
+    async def _confirmed(self, job: Job, peer: Peer) -> None:
+        assert job.generation is not None
+        peer.send(Confirm(job.source, job.generation))
+        answer_s = min(self._deadlines.transfer_ms / 1e3, job.answer_s)
+        while True:
+            answer = await self._receive(job, answer_s, "the owner's confirmation")
+            if isinstance(answer, Confirmed) and answer.generation == job.generation:
+                return
+
+    async def _receive(self, job: Job, deadline_s: float, what: str) -> Chunk | Confirmed:
+        """The owner's next word on this job; raises what it says went wrong."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                message = await job.inbox.get()
+        except TimeoutError:
+            raise TransferTimeout(f"{what} did not come within {deadline_s * 1e3:.0f} ms") from None
+        if isinstance(message, TransferError):
+            raise message
+        return message
+
+    def _lease(self, job: Job, peer: Peer, chunk: Chunk) -> None:
+        """Keep the lease of `chunk` alive for as long as the job runs."""
+        if job.generation is not None and job.generation != chunk.generation:
+            raise LeaseRefused("the lease changed hands between two chunks")
+        job.generation = chunk.generation
+        if job.renewal is None:
+            self._renew_later(job, peer, chunk.lease_ms / 1e3 / RENEWALS_PER_LEASE)
+
+    def _renew_later(self, job: Job, peer: Peer, interval_s: float) -> None:
+        def renew() -> None:
+            assert job.generation is not None
+            peer.send(Renew(job.source, job.generation))
+            self._renew_later(job, peer, interval_s)
+
+        job.renewal = asyncio.get_running_loop().call_later(interval_s, renew)
+
+    # -- its end
+
+    def _ended(self, job: Job, task: asyncio.Task[None]) -> None:
+        """The one place where a job ends, however it does; reads are cancelled or done by now."""
+        attempt, peer = job.attempt, job.peer
+        del self._jobs[attempt], self._tasks[attempt]
+        if job.renewal is not None:
+            job.renewal.cancel()
+        if peer is not None:
+            del self._asked[peer, job.source]
+        writing = self._kv_io.in_flight(attempt) > 0
+        if job.engine_failed and not writing:
+            self._engine.end_quarantine(attempt)
+        error = None if task.cancelled() else _root(task.exception())
+        if error is None and not task.cancelled() and not job.cancelled:
+            return
+        if writing:
+            self._quarantined.add(attempt)
+        job.ending.failed(job, None if job.cancelled else error, writing)
+        if peer is not None and not isinstance(error, NothingToRead):
+            peer.send(Detach(job.source))
+        if peer is not None and isinstance(error, PeerGone):
+            self._peers.drop(peer, str(error))  # a failed agent must be added anew
+
+    def _reads_ended(self, attempt: AttemptId) -> None:
+        if attempt in self._quarantined:
+            self._quarantined.discard(attempt)
+            self._engine.end_quarantine(attempt)
+
+
+def _root(error: BaseException | None) -> BaseException | None:
+    """The first error within the group that a TaskGroup made of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
