@@ -82,6 +82,8 @@ class Backlog:
 
     def total_ms(self, now_s: float) -> float:
         """All that is left, whoever sent it."""
+        if not self._queue and not self._others_ms:
+            return 0.0
         self._work_off(now_s)
         return self._others_ms + sum(prompt.left_ms for prompt in self._queue)
 
@@ -90,6 +92,8 @@ class Backlog:
 
         Where others' work stands in the order is not known: it counts as ahead.
         """
+        if not self._queue and not self._others_ms:
+            return 0.0
         self._work_off(now_s)
         ahead = self._others_ms
         for prompt in self._queue:
@@ -106,6 +110,8 @@ class Backlog:
 
     def behind(self, due_s: float, now_s: float) -> int:
         """How many of our prompts, not done yet, a prompt due at `due_s` makes wait."""
+        if not self._queue:
+            return 0
         self._work_off(now_s)
         return sum(1 for prompt in self._queue if prompt.due_s > due_s and prompt.left_ms > 0)
 

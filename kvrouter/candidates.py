@@ -8,7 +8,7 @@ from kvrouter.cost import Candidate, Demand, cheapest_prefix
 from kvrouter.load import WorkerLoad
 from kvrouter.turnover import CacheTurnover
 
-__all__ = ["candidates"]
+__all__ = ["candidates", "decode_candidates"]
 
 
 def candidates(
@@ -55,6 +55,34 @@ def candidates(
                 compute_ms=way.compute_ms,
                 pull_from=way.source,
                 pull_tokens=way.tokens,
+            )
+        )
+    return seen
+
+
+def decode_candidates(
+    demand: Demand, loads: Sequence[WorkerLoad], matched: Mapping[str, int]
+) -> list[Candidate]:
+    """As `candidates`, without what only matters to whoever computes the prompt: half the cost."""
+    prompt = demand.prompt_tokens
+    most_cached = max(prompt - 1, 0)
+    size = loads[0].view.block_tokens
+    prompt_blocks = -(-prompt // size)
+    needs_blocks = -(-(prompt + demand.output_tokens) // size)
+    seen = []
+    for load in loads:
+        view = load.view
+        in_flight, kv_blocks = load.in_flight, load.kv_blocks
+        seen.append(
+            Candidate(
+                ident=view.ident,
+                cached_tokens=min(matched.get(view.ident, 0) * size, most_cached),
+                in_flight=in_flight,
+                kv_blocks=kv_blocks,
+                prompt_blocks=prompt_blocks,
+                itl_ms=load.models.step.ms(in_flight + 1, (kv_blocks + needs_blocks) * size),
+                room_blocks=view.total_blocks - load.promised_blocks,
+                needs_blocks=needs_blocks,
             )
         )
     return seen

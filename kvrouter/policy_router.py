@@ -16,7 +16,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 
-from kvrouter.candidates import candidates
+from kvrouter.candidates import candidates, decode_candidates
 from kvrouter.cost import Candidate, Demand, Terms, local_terms, pick, with_room
 from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
@@ -148,7 +148,7 @@ class PolicyRouter:
         matched: Mapping[str, int],
         now_s: float,
     ) -> Choice:
-        able = with_room(self._candidates(demand, decoders, matched, now_s))
+        able = with_room(decode_candidates(demand, decoders, matched))
         scores = [self.policy.score_decode(demand, c) for c in able]
         decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
         self.policy.chosen(decode)
@@ -158,12 +158,13 @@ class PolicyRouter:
             reasons[candidate.ident] = terms
         if self._local and self.policy.weighs_local:
             load = self._loads[decode.ident]
-            local = local_terms(decode, load.in_flight)
+            alone = self._candidates(demand, [load], matched, now_s)[0]
+            local = local_terms(alone, load.in_flight)
             missing = demand.prompt_tokens - decode.cached_tokens
             remote_ms = chosen.ttft_ms + load.models.move.ms(min(missing, TAIL_TOKENS))
             reasons[decode.ident] |= {"local_ms": local["total"], "remote_ms": remote_ms}
             if local["total"] < remote_ms:
-                return _choice(decode, None, decode, reasons)
+                return _choice(alone, None, alone, reasons)
         self.policy.chosen(chosen)
         return _choice(decode, chosen, chosen, reasons)
 

@@ -66,4 +66,6 @@ class CacheTurnover:
 
     def _faded(self, ident: str) -> float:
         passed = self._clock - self._as_of[ident]
+        if passed == 0:
+            return self._written[ident]
         return self._written[ident] * math.exp(-passed / self._all_sizes)
