@@ -188,6 +188,8 @@ class PolicyRouter:
         return [w for w in able if w.view.ident not in request.avoid] or able
 
     def _match(self, stored: Mapping[str, int], hashes: Sequence[int]) -> Mapping[str, int]:
+        if not self.policy.sees_pending:
+            return stored
         matched = dict(stored)
         for worker, blocks in self._pending.match(hashes).items():
             if blocks > matched.get(worker, 0):

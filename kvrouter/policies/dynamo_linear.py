@@ -2,7 +2,8 @@
 
     total = max(queued + prompt - cached, 0) / block + decode blocks with this request
 
-Overlap credit and prefill scale are 1, temperature 0: its defaults (selector/default.rs).
+Overlap credit and prefill scale are 1, temperature 0: its defaults (selector/default.rs). By default its
+index knows what workers' events told, and nothing of prefixes that still compute.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = ["DynamoLinear"]
 
 class DynamoLinear(Policy):
     name: ClassVar[str] = "dynamo_linear"
+    sees_pending: ClassVar[bool] = False
 
     def score(self, demand: Demand, candidate: Candidate) -> Terms:
         tokens = candidate.queued_tokens + candidate.uncached_tokens

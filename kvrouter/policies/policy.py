@@ -20,6 +20,7 @@ class Policy(ABC):
     """Least total wins. `keep` narrows before scoring and may not return an empty list."""
 
     name: ClassVar[str]
+    sees_pending: ClassVar[bool] = True  # counts prefixes as cached that are still being computed
     weighs_local: ClassVar[bool] = False  # compares prefill on the decode worker; others never do that
 
     def keep(
