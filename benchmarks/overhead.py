@@ -1,6 +1,6 @@
 """What serving itself costs: `sim` workers that compute nothing, through the real HTTP door.
 
-    python -m benchmarks.overhead [--json] [--quick]
+    python -m benchmarks.overhead [--json] [--rounds 3]
 
 Prefill and decode on separate workers, hand-off over NIXL, tokenizer, chat template, detokeniser, request
 checks and metrics all real; the client is a process of its own with ordinary sockets. CPU is that of
