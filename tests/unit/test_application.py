@@ -79,7 +79,7 @@ async def test_several_frontends_share_the_workers() -> None:
             *(app.complete(prompt(40, salt), f, max_tokens=40) for salt in range(12) for f in (0, 1))
         )
         assert [answer.said for answer in both] == [said for said in first for _ in (0, 1)]
-        # Which worker of a pool is the router's choice; that both frontends' work reached both pools is not.
+        # Which worker of a pool works is the router's choice; that both pools do is not.
         worked = {worker.role for worker in app.workers if worker.counters.steps > 0}
         assert worked == {"prefill", "decode"}
 
