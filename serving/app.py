@@ -76,7 +76,9 @@ def running_targets() -> Mapping[str, int]:
     targets: dict[str, int] = {}
     for application in applications.values():
         for name, deployment in application.deployments.items():
-            targets[name] = sum(deployment.replica_states.values())
+            # A replica that is leaving is no target: counting it would grow the pool with every redeploy.
+            states = deployment.replica_states.items()
+            targets[name] = sum(count for state, count in states if state != "STOPPING")
     return targets
 
 
