@@ -48,6 +48,37 @@ class SimProfile(Section, frozen=True):
     decode_ms: Annotated[float, Meta(ge=0)] = 0  # period of a paced decode: steps start on multiples of it
 
 
+class TrtllmConfig(Section, frozen=True):
+    """TensorRT-LLM alone. What is null is left to the engine's own default; docs/tensorrt-llm.md explains.
+
+    `extra` goes to `LLM(...)` on top, once its keys were found in the installed version's signature;
+    `env` is set in the engine's processes (TRTLLM_*, UCX_*).
+    """
+
+    dtype: Literal["auto", "float16", "bfloat16", "float32"] = "auto"
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "fp8", "nvfp4"] = "auto"
+    free_gpu_memory_fraction: Annotated[float, Meta(gt=0, lt=1)] = 0.9
+    host_cache_bytes: Count = 0
+    max_num_tokens: Positive = 8192  # most tokens one step computes
+    max_seq_len: Positive | None = None  # prompt and answer together; null: what the model was made for
+    cuda_graph: bool = True
+    overlap_scheduler: bool = True  # of decode workers; prefill workers run without it
+    chunked_prefill: bool = True
+    guided_backend: Literal["xgrammar", "llguidance"] | None = None
+    lora: dict[str, str] = msgspec.field(default_factory=dict)  # adapter's name -> its directory
+    prompt_retention: Annotated[int, Meta(ge=0, le=100)] | None = None  # priority of a prompt's blocks
+    decode_retention: Annotated[int, Meta(ge=0, le=100)] | None = None  # and of generated ones
+    orchestrator: Literal["mpi", "ray"] = "mpi"
+    transceiver_runtime: Literal["CPP", "PYTHON"] = "CPP"  # both pools must run the same
+    max_tokens_in_buffer: Positive | None = None  # null: the longest prompt there can be
+    transfer_timeout_ms: Milliseconds = 60_000  # how long a prompt's KV waits for its reader, or moves
+    transfer_ms_per_1k_tokens: Annotated[float, Meta(ge=0)] = 100  # long prompts may take so much more
+    topology_pairs: list[str] = msgspec.field(default_factory=list)  # of unequal pools: "tp2pp1>tp1pp1"
+    event_buffer: Positive = 100_000  # KV events kept until they are polled
+    env: dict[str, str] = msgspec.field(default_factory=dict)
+    extra: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
 class EngineConfig(Section, frozen=True):
     """One engine. `profile` (sim only): a file in configs/profiles, or the profile itself."""
 
@@ -60,6 +91,7 @@ class EngineConfig(Section, frozen=True):
     max_batch: Positive = 64  # most sequences one step computes
     threads: Positive = 1
     profile: str | SimProfile | None = None
+    trtllm: TrtllmConfig = TrtllmConfig()
 
 
 class Parallel(Section, frozen=True):
@@ -76,6 +108,7 @@ class PoolConfig(Section, frozen=True):
     cpus: Annotated[float, Meta(ge=0)] = 1
     gpus: Annotated[float, Meta(ge=0)] = 0
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    parallel: Parallel | None = None  # this pool's own; null: the variant's
 
 
 class Variant(Section, frozen=True):
@@ -128,11 +161,13 @@ class Deadlines(Section, frozen=True):
 
 
 class LinkConfig(Section, frozen=True):
-    """`host`: interface that links bind, default the node's own address; `port` 0: any free one."""
+    """`host`: interface that links bind, default the node's own address; `port` 0: any free one.
+    `wire_version`: the newest version of the wire to speak; the older one is for upgrades in two steps."""
 
     host: str | None = None
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     key_file: str | None = None
+    wire_version: Literal[1, 2] = 2
 
 
 class SecurityConfig(Section, frozen=True):

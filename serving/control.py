@@ -41,7 +41,7 @@ class Control:
         log_to_stderr()
         config = load_config(args)
         self._store_key = f"settings:{application_name()}".encode()
-        self._me = replica_identity("control")
+        self._me = replica_identity("control", config.link)
         self._host = ControlHost(
             me=self._me,
             key=link_key(config.link, application_name()),

@@ -61,7 +61,7 @@ class Frontend:
                 context_tokens=limit,
                 capabilities=engine_capabilities(variant),
             )
-        me = replica_identity("frontend")
+        me = replica_identity("frontend", config.link)
         admin_key = None
         if config.security.admin_key_file is not None:
             admin_key = read_key(config.security.admin_key_file, "security.admin_key_file")

@@ -43,15 +43,17 @@ _LENGTH = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who a process is on its links; `epoch` is fresh per incarnation."""
+    """Who a process is on its links; `epoch` is fresh per incarnation, `wire_version` the newest
+    it speaks."""
 
     kind: str  # frontend | worker | control
     ident: str
     epoch: int
+    wire_version: int = wire.WIRE_VERSION
 
     @classmethod
-    def fresh(cls, kind: str, ident: str) -> Identity:
-        return cls(kind, ident, int.from_bytes(os.urandom(7), "little"))
+    def fresh(cls, kind: str, ident: str, wire_version: int = wire.WIRE_VERSION) -> Identity:
+        return cls(kind, ident, int.from_bytes(os.urandom(7), "little"), wire_version)
 
 
 class LinkHandler(Protocol):
@@ -100,7 +102,7 @@ class Link(asyncio.Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = 0.0
         self._hello = Hello(
-            wire=wire.WIRE_VERSION,
+            wire=me.wire_version,
             oldest_wire=wire.OLDEST_WIRE_VERSION,
             package=__version__,
             kind=me.kind,
@@ -120,9 +122,17 @@ class Link(asyncio.Protocol):
         """The peer, for logs."""
         return f"{self.peer.kind} {self.peer.ident}" if self.peer else "an unknown peer"
 
+    @property
+    def wire_version(self) -> int:
+        """The newest version that both ends speak."""
+        return (
+            min(self.me.wire_version, self.peer.wire) if self.peer is not None else wire.OLDEST_WIRE_VERSION
+        )
+
     def send(self, message: Message) -> None:
-        """Queue one frame; silently dropped when the link is closed (its owner hears `on_lost`)."""
-        if self._state is _State.OPEN:
+        """Queue one frame; silently dropped when the link is closed (its owner hears `on_lost`), or when the
+        peer is too old to know the message."""
+        if self._state is _State.OPEN and (message.since == 1 or message.since <= self.wire_version):
             self._write(message)
 
     def close(self, reason: str) -> None:
@@ -210,10 +220,10 @@ class Link(asyncio.Protocol):
     def _on_hello(self, hello: Hello) -> None:
         if len(hello.nonce) != NONCE_BYTES or hello.nonce == self._hello.nonce:
             raise HandshakeRefused("a hello without a nonce of its own")
-        if hello.wire < wire.OLDEST_WIRE_VERSION or hello.oldest_wire > wire.WIRE_VERSION:
+        if hello.wire < wire.OLDEST_WIRE_VERSION or hello.oldest_wire > self.me.wire_version:
             raise HandshakeRefused(
                 f"wire versions {hello.oldest_wire}..{hello.wire} (package {hello.package}) do not meet "
-                f"ours {wire.OLDEST_WIRE_VERSION}..{wire.WIRE_VERSION} (package {__version__})"
+                f"ours {wire.OLDEST_WIRE_VERSION}..{self.me.wire_version} (package {__version__})"
             )
         self.peer = hello
         self._state = _State.PROOF

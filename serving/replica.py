@@ -25,9 +25,9 @@ FOUND_BY_MEMBERS = RequestRouterConfig(
 )
 
 
-def replica_identity(kind: str) -> Identity:
+def replica_identity(kind: str, config: LinkConfig) -> Identity:
     """Named as Serve names the replica; the epoch is fresh per process."""
-    return Identity.fresh(kind, serve.get_replica_context().replica_id.unique_id)
+    return Identity.fresh(kind, serve.get_replica_context().replica_id.unique_id, config.wire_version)
 
 
 def application_name() -> str:

@@ -42,7 +42,7 @@ class Worker:
     ) -> None:
         log_to_stderr()
         config = load_config(args)
-        me = replica_identity("worker")
+        me = replica_identity("worker", config.link)
         key = link_key(config.link, application_name())
         spec = find_variant(config, model, variant)
         engine: Engine = await asyncio.to_thread(build_engine, spec)

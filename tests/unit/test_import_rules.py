@@ -42,7 +42,7 @@ PURE = [
     "serving.kv.block_pool",
     "serving.kv.layout",
     "serving.kv.lease",
-    "serving.wire",
+    "serving.wire.*",
 ]
 NOT_PURE = {"kvrouter.subscription", "planner.connector", "planner.observe"}
 HTTP = {"aiohttp", "fastapi", "http", "httpx", "requests", "starlette", "urllib", "uvicorn"}

@@ -11,7 +11,7 @@ import pytest
 from serving import link as link_module
 from serving.errors import HandshakeRefused, LinkError
 from serving.link import Identity, Link, LinkServer, dial
-from serving.wire import AnyMessage, Beat, Cancel, Hello, Submit, decode, encode
+from serving.wire import AnyMessage, Beat, Cancel, Draining, Hello, Submit, decode, encode
 
 KEY = b"k" * 32
 
@@ -196,7 +196,21 @@ def test_an_older_message_without_new_fields_decodes():
     assert decode(old) == Cancel(3)
     newer = msgspec.msgpack.encode(["cancel", 3, "a field of tomorrow"])
     assert decode(newer) == Cancel(3)
-    assert Submit.__struct_fields__[-1] == "pull"
+    assert Submit.__struct_fields__[-2:] == ("pull", "reserve_tokens")
+
+
+@pytest.mark.parametrize(("mine", "theirs", "arrives"), [(2, 2, True), (2, 1, False), (1, 2, False)])
+async def test_a_message_newer_than_the_peer_is_not_sent(mine: int, theirs: int, arrives: bool):
+    accepting, dialling = Recorder(), Recorder()
+    server = LinkServer(Identity.fresh("worker", "w", theirs), KEY, accepting)
+    address = await server.start("127.0.0.1")
+    link = await dial(address, Identity.fresh("frontend", "f", mine), KEY, dialling)
+    assert link.wire_version == min(mine, theirs)
+    link.send(Draining(True))
+    link.send(Cancel(3))
+    await accepting.until(lambda: Cancel(3) in accepting.messages)
+    assert (Draining(True) in accepting.messages) is arrives
+    await server.stop()
 
 
 def test_handshake_refused_is_a_link_error():

@@ -1,0 +1,97 @@
+"""Messages between a reader and an owner of KV, both workers."""
+
+from __future__ import annotations
+
+from serving.wire.base import Message
+
+
+class PeerHello(Message, tag="peer"):
+    """Reader -> owner: my agent's metadata; the owner answers with its own."""
+
+    metadata: bytes
+    layout: str
+
+
+class PeerWelcome(Message, tag="peer-ok"):
+    metadata: bytes
+    layout: str
+    agent: str
+    base_address: int
+    block_bytes: int
+    n_blocks: int
+    device: int
+    kind: str = "DRAM"  # memory type: DRAM or VRAM
+
+
+class Attach(Message, tag="attach"):
+    """Reader -> owner: I take the KV of `attempt`; tell me its chunks from block `first` on."""
+
+    attempt: int
+    first: int
+    n_tokens: int = 0  # the reader knows so many of a live attempt's tokens (since 2)
+
+
+class Lend(Message, tag="lend"):
+    """Reader -> owner: pin what you have cached of these tokens and tell me its blocks from `first` on.
+
+    The owner goes on as with an `Attach`: one last Chunk, or Refused.
+    """
+
+    attempt: int  # the reader's name for the loan, unknown to the owner: `loan_of` its own attempt
+    namespace: int
+    tokens: bytes  # u32 LE
+    first: int
+
+
+class Chunk(Message, tag="chunk"):
+    """Owner -> reader: these blocks are final and leased until `lease_ms` from now."""
+
+    attempt: int
+    first: int
+    blocks: bytes  # u32 LE, ids in the owner's pool
+    last: bool
+    generation: int  # of the lease
+    lease_ms: int
+    token: int | None = None  # with `last`: first generated token; None: finished, nothing to do
+    tokens: bytes = b""  # with `last` of a live attempt: u32 LE, those the reader does not know (since 2)
+    state: bytes = b""  # with `last`: what an engine that moves KV by itself needs (since 2)
+
+
+class Renew(Message, tag="renew"):
+    """Reader -> owner: still reading; prolong the lease."""
+
+    attempt: int
+    generation: int
+
+
+class Confirm(Message, tag="confirm"):
+    """Reader -> owner: all is read; was the lease whole until now?  Ends the lease if so."""
+
+    attempt: int
+    generation: int
+
+
+class Confirmed(Message, tag="confirmed"):
+    attempt: int
+    generation: int
+
+
+class Refused(Message, tag="refused"):
+    """Owner -> reader: unknown, expired or failed; do not use what you read."""
+
+    attempt: int
+    reason: str
+
+
+class Detach(Message, tag="detach"):
+    """Reader -> owner: I no longer want `attempt` (cancelled, failed)."""
+
+    attempt: int
+
+
+_LOAN = 1 << 63  # frontends leave this bit of their attempts clear
+
+
+def loan_of(attempt: int) -> int:
+    """The name under which `attempt` borrows a prefix: unique, as attempts are, and none of them."""
+    return attempt | _LOAN

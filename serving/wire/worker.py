@@ -1,0 +1,159 @@
+"""Messages between a frontend and a worker."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+from serving.engine.base import SamplingParams
+from serving.wire.base import Message
+
+# ---------------------------------------------------------------- frontend -> worker
+
+
+class Handoff(msgspec.Struct, array_like=True):
+    """Where the KV of a decode attempt comes from."""
+
+    address: str  # host:port of the owner's link
+    ident: str
+    epoch: int
+    attempt: int  # the owner's attempt
+    live: bool = False  # it still generates: a migration (since 2)
+
+
+class Pull(msgspec.Struct, array_like=True):
+    """A worker that is believed to have a prefix of the prompt cached, which is faster to read than to
+    compute. A hint: whatever becomes of it, the prompt gets computed."""
+
+    address: str  # host:port of its link
+    ident: str
+    epoch: int
+    tokens: int  # so many leading ones
+    within_ms: int  # how long an answer is worth waiting for
+
+
+class Submit(Message, tag="submit"):
+    """One attempt. `tokens`: u32 LE bytes, the prompt and what was already generated."""
+
+    attempt: int
+    mode: str  # Mode value
+    tokens: bytes
+    n_prompt: int
+    params: SamplingParams
+    namespace: int
+    request_id: str
+    deadline_ms: int  # time left for this attempt when it was sent
+    handoff: Handoff | None = None
+    priority: int = 0
+    pull: Pull | None = None  # LOCAL, PREFILL
+    reserve_tokens: int = 0  # with a live hand-off: so many may be drawn there meanwhile (since 2)
+
+
+class Cancel(Message, tag="cancel"):
+    attempt: int
+
+
+class PeerAddress(msgspec.Struct, array_like=True):
+    address: str
+    ident: str
+    epoch: int
+    layout: str
+
+
+class Peers(Message, tag="peers"):
+    """The workers this frontend sees, so that workers can warm their agent connections."""
+
+    peers: list[PeerAddress]
+
+
+class SnapshotRequest(Message, tag="snap?"):
+    """Asks for the worker's whole cache content after a gap or a new epoch."""
+
+
+# ---------------------------------------------------------------- worker -> frontend
+
+
+class Tokens(msgspec.Struct, array_like=True):
+    """The tokens of one or more steps for one frontend; entry i of each column belongs together."""
+
+    attempts: bytes  # u64 LE
+    positions: bytes  # u32 LE
+    tokens: bytes  # u32 LE
+
+
+class Logprobs(msgspec.Struct, array_like=True):
+    row: int  # index into the columns of Tokens
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Ended(msgspec.Struct, array_like=True):
+    """Attempt over on this worker. `reason`: stop | length | moved (a reader of a live hand-off goes on
+    with it, since 2); or, with `error`, failed."""
+
+    attempt: int
+    reason: str
+    error: str | None = None
+    retryable: bool = False
+
+
+class Begun(msgspec.Struct, array_like=True):
+    """The attempt is scheduled; `n_cached` prompt tokens were found in the cache, here or at a peer."""
+
+    attempt: int
+    n_cached: int
+
+
+class Stored(msgspec.Struct, array_like=True):
+    parent: int | None
+    hashes: bytes  # u64 LE, a chain
+
+
+class Events(msgspec.Struct, array_like=True):
+    """KV events; `seq` counts frames of events from this epoch, starting at 1."""
+
+    seq: int
+    stored: list[Stored]
+    removed: bytes  # u64 LE
+    cleared: bool = False
+
+
+class LoadReport(msgspec.Struct, array_like=True):
+    step: int
+    running: int
+    waiting: int
+    waiting_tokens: int
+    free_blocks: int  # free + cached: what a new request could get
+    total_blocks: int
+    step_ms: float
+    role: str = ""
+    # Reads of KV from peers since the report before; of a streamed hand-off its last chunk alone.
+    moves: int = 0
+    moved_tokens: int = 0
+    move_ms: float = 0.0  # summed
+
+
+class Step(Message, tag="step"):
+    """One frame per engine step per frontend; whatever is empty is None."""
+
+    tokens: Tokens | None = None
+    logprobs: list[Logprobs] | None = None
+    begun: list[Begun] | None = None
+    ended: list[Ended] | None = None
+    events: Events | None = None
+    load: LoadReport | None = None
+
+
+class Snapshot(Message, tag="snap"):
+    """Cache content as chains, and the sequence number it is up to date with."""
+
+    seq: int
+    stored: list[Stored]
+
+
+class Draining(Message, tag="drain"):
+    """This worker wants no new requests, and those it has moved elsewhere; or (`on` false) no longer so."""
+
+    since: ClassVar[int] = 2
+    on: bool
