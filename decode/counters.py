@@ -1,4 +1,4 @@
-"""Totals of the hand-offs one worker took over."""
+"""Totals of the hand-offs one worker took over, and of those that were live."""
 
 from __future__ import annotations
 
@@ -47,6 +47,17 @@ class HandoffCounters:
 
     def failed(self, kind: str) -> None:
         self.failures[kind] = self.failures.get(kind, 0) + 1
+
+
+@dataclass(slots=True)
+class MoveCounters:
+    """Monotone totals of live hand-offs, of one direction."""
+
+    outcomes: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0  # read, of those that came to be
+
+    def count(self, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
 
 def failure_kind(error: BaseException) -> str:

@@ -131,6 +131,33 @@ class PolicyRouter:
         request.choice = choice
         return choice
 
+    def choose_decode(self, request: RouterRequest, source: str, now_s: float) -> Choice:
+        """See Router."""
+        decoders = [load for load in self._able("decode", request) if not load.view.draining]
+        decoders = [load for load in decoders if load.view.ident != source]
+        if not decoders:
+            raise NoWorker("no other decode worker can take the request")
+        demand = Demand(
+            prompt_tokens=len(request.tokens),
+            output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
+        )
+        size = decoders[0].view.block_tokens
+        request.hashes = block_hashes(request.tokens, size, request.namespace)
+        decode, terms = self._decode_on(demand, decoders, self.caches.match(request.hashes))
+        request.choice = Choice(
+            decode=decode.ident, prefill=source, predicted_itl_ms=decode.itl_ms, reasons=terms
+        )
+        return request.choice
+
+    def _decode_on(
+        self, demand: Demand, decoders: list[WorkerLoad], matched: Mapping[str, int]
+    ) -> tuple[Candidate, dict[str, Terms]]:
+        able = with_room(decode_candidates(demand, decoders, matched))
+        scores = [self.policy.score_decode(demand, c) for c in able]
+        decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
+        self.policy.chosen(decode)
+        return decode, {c.ident: terms for c, terms in zip(able, scores, strict=True)}
+
     def _together(
         self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
     ) -> Choice:
@@ -148,14 +175,10 @@ class PolicyRouter:
         matched: Mapping[str, int],
         now_s: float,
     ) -> Choice:
-        able = with_room(decode_candidates(demand, decoders, matched))
-        scores = [self.policy.score_decode(demand, c) for c in able]
-        decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
-        self.policy.chosen(decode)
+        decode, decode_terms = self._decode_on(demand, decoders, matched)
         able_to_compute = self._candidates(demand, prefillers, matched, now_s)
         chosen, reasons = self._compute_on(demand, able_to_compute)
-        for candidate, terms in zip(able, scores, strict=True):
-            reasons[candidate.ident] = terms
+        reasons |= decode_terms
         if self._local and self.policy.weighs_local:
             load = self._loads[decode.ident]
             alone = self._candidates(demand, [load], matched, now_s)[0]
@@ -184,7 +207,9 @@ class PolicyRouter:
         return candidates(demand, loads, matched, turnover, now_s)
 
     def _able(self, role: str, request: RouterRequest) -> list[WorkerLoad]:
-        able = [w for w in self._loads.values() if w.view.role == role and not w.view.draining]
+        """The workers of a role: those to avoid only when all are, draining ones only without others."""
+        pool = [w for w in self._loads.values() if w.view.role == role]
+        able = [w for w in pool if not w.view.draining] or pool
         return [w for w in able if w.view.ident not in request.avoid] or able
 
     def _match(self, stored: Mapping[str, int], hashes: Sequence[int]) -> Mapping[str, int]:

@@ -50,7 +50,7 @@ class WorkerView:
     block_tokens: int
     total_blocks: int
     max_batch: int
-    draining: bool = False
+    draining: bool = False  # it gets a request only when nobody else is left
 
 
 @dataclass(slots=True)
@@ -78,6 +78,12 @@ class Router(Protocol):
 
     def choose(self, request: RouterRequest, now_s: float) -> Choice:
         """Raises NoWorker when no worker may take the request. Books nothing."""
+
+    def choose_decode(self, request: RouterRequest, source: str, now_s: float) -> Choice:
+        """Where a running request can go on with the KV that `source` has; the choice's `prefill` is it.
+
+        Raises NoWorker when there is none but `source` and draining ones. Books nothing.
+        """
 
     def book(self, attempt: int, worker: str, request: RouterRequest, now_s: float) -> None:
         """Count `attempt` as work of `worker` until `release`."""

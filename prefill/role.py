@@ -36,6 +36,7 @@ from serving.wire import (
     Refused,
     Renew,
     Submit,
+    loan_of,
     pack_u32,
     unpack_u32,
 )
@@ -44,6 +45,8 @@ LEASES_PER_TRANSFER = 2  # a lease outlives the reader's own transfer deadline
 UNKNOWN_S = 10.0  # how long a reader may be ahead of the prefill it waits for
 WIRE_UP_S = 5.0  # how long we poll for a peer that said hello
 TICK_S = 0.25
+MOST_HANDOVERS = 1 << 16  # readers may wait for prompts that never come
+TOKEN_BYTES = 4  # on the wire
 REMEMBERED = 4096  # attempts that are over, for a clear answer to late readers
 
 
@@ -123,6 +126,11 @@ class PrefillRole:
         What ended on its first token stays for a while, to tell a late reader so; it holds nothing.
         """
         return all(handover.complete and not handover.pinned for handover in self._handovers.values())
+
+    def has(self, attempt: AttemptId) -> bool:
+        """A prefill of that name computes, or its KV waits for its reader."""
+        handover = self._handovers.get(attempt)
+        return handover is not None and handover.accepted
 
     def accept(self, submit: Submit) -> None:
         """A prefill goes to the engine: a reader that attaches from now on waits as long as that takes."""
@@ -221,7 +229,18 @@ class PrefillRole:
         blocks = pack_u32([int(block) for block in chunk.blocks[skip:]])
         lease_ms = int(self._lease_s * 1e3)
         first = chunk.first + skip
-        reader.send(Chunk(attempt, first, blocks, chunk.last, lease.generation, lease_ms, chunk.token))
+        reader.send(
+            Chunk(
+                attempt,
+                first,
+                blocks,
+                chunk.last,
+                lease.generation,
+                lease_ms,
+                chunk.token,
+                state=chunk.state,
+            )
+        )
         self.counters.chunks_sent += 1
         self.counters.leases_held = len(self._leases)
 
@@ -249,6 +268,9 @@ class PrefillRole:
             self._answer_refused(link, attempt, self._over[attempt])
             return
         known = attempt in self._handovers
+        if not known and len(self._handovers) >= MOST_HANDOVERS:
+            self._answer_refused(link, attempt, "too many hand-offs")
+            return
         handover = self._handover(attempt)
         if handover.reader is not None and handover.reader is not link:
             self._answer_refused(link, attempt, "another reader has it")
@@ -263,8 +285,11 @@ class PrefillRole:
 
     def _lend(self, link: PeerLink, asked: Lend) -> None:
         attempt = AttemptId(asked.attempt)
-        if attempt in self._over or attempt in self._handovers:
+        if attempt in self._over or attempt in self._handovers or loan_of(attempt) != attempt:
             self._answer_refused(link, attempt, "that name is taken")
+            return
+        if len(asked.tokens) > self._engine.context_tokens * TOKEN_BYTES:
+            self._answer_refused(link, attempt, "more tokens than a prompt can have")
             return
         try:
             tokens = unpack_u32(asked.tokens)

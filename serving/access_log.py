@@ -20,6 +20,7 @@ class AccessRecord:
     request_id: str
     endpoint: str
     started_at: float  # loop time
+    tenant: str | None = None
     model: str | None = None
     stream: bool = False
     status: int | None = None  # HTTP status; 200 also for a stream that failed later, see `error`

@@ -7,7 +7,6 @@ Generator with a response as its sink (responder), then wait for its end or for 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import re
@@ -19,10 +18,14 @@ from typing import Any
 import orjson
 
 from serving.access_log import AccessRecord, log_access
+from serving.admin_api import Ask, is_admin_path, route
+from serving.api_keys import Tenant
 from serving.collected_response import CollectedResponse
-from serving.eager import Message, Send
+from serving.door import ClientGone, Door, Receive
+from serving.eager import Send
 from serving.errors import (
     AuthenticationFailed,
+    BodyTimeout,
     BodyTooLarge,
     InvalidRequest,
     KVRelayError,
@@ -42,7 +45,6 @@ from serving.streamed_response import StreamedResponse
 _log = logging.getLogger("kvrelay.api")
 
 Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
 Health = Callable[[], tuple[int, dict[str, Any]]]  # status and body of /health
 Metrics = Callable[[], Awaitable[bytes]]  # Prometheus text of /metrics
 
@@ -52,10 +54,6 @@ _MAX_SHOWN_NAME = 128  # characters of an unknown model's name in the error
 _MODELS = "/v1/models"
 _PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETION: "cmpl-"}
 _ENDPOINTS = {endpoint.value: endpoint for endpoint in Endpoint}
-
-
-class ClientGone(Exception):
-    """The client left before its request was read."""
 
 
 class Api:
@@ -68,25 +66,28 @@ class Api:
         *,
         health: Health,
         metrics: Metrics,
-        body_limit_bytes: int = 16 << 20,
+        door: Door | None = None,
         keep_alive_s: float = 10.0,
         on_end: Callable[[AccessRecord], None] = log_access,
         debug: Mapping[str, Callable[[], object]] | None = None,
-        admin_key: bytes | None = None,
+        admin: Ask | None = None,
+        id_is_echoed: bool = False,
     ) -> None:
         """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation.
 
-        `debug`: path -> what its GET shows as JSON, to whoever has `admin_key`; without a key no such path.
+        `debug`: path -> what its GET shows as JSON, to whoever has the admin key; without a key no such
+        path; likewise `admin`, which answers the operator's routes. `id_is_echoed`: the server gives every request an `x-request-id` and repeats it in the answer.
         """
         self._models = models
         self._generator = generator
         self._health = health
         self._metrics = metrics
-        self._body_limit = body_limit_bytes
+        self._door = door or Door()
         self._keep_alive_s = keep_alive_s
         self._on_end = on_end
         self._debug = debug or {}
-        self._admin_key = admin_key
+        self._admin = admin
+        self._id_is_echoed = id_is_echoed
         self._intake = Intake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,9 +121,11 @@ class _Exchange:
         root: str = scope.get("root_path", "")
         path: str = scope["path"]
         self._path = path[len(root) :] if root and path.startswith(root + "/") else path
-        self._headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._raw_headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self._headers: dict[bytes, bytes] = dict(self._raw_headers)
         given = self._header(b"x-request-id")
         self.request_id = given if given and _ID.match(given) else uuid.uuid4().hex
+        self._says_id = not (api._id_is_echoed and given == self.request_id)
 
     async def run(self) -> None:
         try:
@@ -136,11 +139,15 @@ class _Exchange:
             await self._answer_error(internal_error())
 
     async def _route(self) -> None:
-        path = self._path
+        path, door = self._path, self._api._door
+        door.check_head(self._raw_headers)
+        authorization = self._headers.get(b"authorization")
+        tenant = door.tenant(authorization) if path.startswith("/v1/") else None
         endpoint = _ENDPOINTS.get(path)
         if endpoint is not None:
             self._allow("POST")
-            await self._generate(endpoint)
+            with door.room(tenant):
+                await self._generate(endpoint, tenant)
         elif path == _MODELS:
             self._allow("GET", "HEAD")
             await self._answer(200, models_body(list(self._api._models.values())))
@@ -154,24 +161,26 @@ class _Exchange:
             await self._answer(status, orjson.dumps(body), b"application/json", *again)
         elif path == "/metrics":
             self._allow("GET", "HEAD")
+            door.check_reader(authorization)
             await self._answer(200, await self._api._metrics(), b"text/plain; version=0.0.4; charset=utf-8")
-        elif path in self._api._debug and self._api._admin_key is not None:
+        elif path in self._api._debug and door.has_admin:
             self._allow("GET", "HEAD")
-            self._check_admin(self._api._admin_key)
+            door.check_admin(authorization)
             await self._answer(200, orjson.dumps(self._api._debug[path]()))
+        elif is_admin_path(path) and self._api._admin is not None and door.has_admin:
+            door.check_admin(authorization)
+            data = await door.read_body(self._receive, self._headers.get(b"content-length"))
+            status, told = await self._api._admin(*route(self._method, path, data))
+            await self._answer(status, orjson.dumps(told))
         else:
             raise NotFound("there is nothing at this path")
 
-    def _check_admin(self, key: bytes) -> None:
-        given = self._headers.get(b"authorization", b"")
-        if not hmac.compare_digest(given, b"Bearer " + key):
-            raise AuthenticationFailed("this path wants the admin key as a bearer token")
-
-    async def _generate(self, endpoint: Endpoint) -> None:
+    async def _generate(self, endpoint: Endpoint, tenant: Tenant | None) -> None:
         record = AccessRecord(self.request_id, endpoint.value, started_at=asyncio.get_running_loop().time())
+        record.tenant = tenant.name if tenant is not None else None
         status = KVRelayError.status
         try:
-            response = await self._start(endpoint, record)
+            response = await self._start(endpoint, record, tenant)
             record.client_left = not await self._until_ended(response)
             if response.error is not None and not response.answered:
                 raise response.error
@@ -192,9 +201,9 @@ class _Exchange:
             record.ended(status)
             self._api._on_end(record)
 
-    async def _start(self, endpoint: Endpoint, record: AccessRecord) -> Response:
-        head = RequestHead(self.request_id, self._session(), self._timeout_ms())
-        data = await self._read_body()
+    async def _start(self, endpoint: Endpoint, record: AccessRecord, tenant: Tenant | None) -> Response:
+        head = RequestHead(self.request_id, self._session(), self._timeout_ms(), tenant)
+        data = await self._api._door.read_body(self._receive, self._headers.get(b"content-length"))
         body = parse_chat(data) if endpoint is Endpoint.CHAT else parse_completion(data)
         model = self._model(body.model)
         record.model = model.name
@@ -237,27 +246,6 @@ class _Exchange:
         except Exception:  # the server's other way to say it
             _log.debug("request %s: receive failed", self.request_id, exc_info=True)
 
-    async def _read_body(self) -> bytes:
-        """Raises BodyTooLarge as soon as that is known, ClientGone."""
-        limit = self._api._body_limit
-        too_large = BodyTooLarge(f"the body is larger than {limit} bytes")
-        announced = self._header(b"content-length")
-        if announced is not None and announced.isdecimal() and int(announced[:20]) > limit:
-            raise too_large
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            part: bytes = message.get("body", b"")
-            size += len(part)
-            if size > limit:
-                raise too_large
-            parts.append(part)
-            if not message.get("more_body", False):
-                return parts[0] if len(parts) == 1 else b"".join(parts)
-
     def _allow(self, *methods: str) -> None:
         if self._method not in methods:
             raise MethodNotAllowed(f"this path answers {' and '.join(methods)} only")
@@ -297,7 +285,10 @@ class _Exchange:
         return timeout_ms
 
     def _head(self, content_type: bytes, *more: tuple[bytes, bytes]) -> Headers:
-        return [(b"content-type", content_type), (b"x-request-id", self.request_id.encode()), *more]
+        head = [(b"content-type", content_type), *more]
+        if self._says_id:
+            head.append((b"x-request-id", self.request_id.encode()))
+        return head
 
     async def _answer(
         self,
@@ -316,6 +307,12 @@ class _Exchange:
         more = []
         if error.retry_after_s is not None:
             more.append((b"retry-after", str(error.retry_after_s).encode()))
+        if isinstance(error, AuthenticationFailed):
+            more.append((b"www-authenticate", b'Bearer realm="kvrelay"'))
+        if isinstance(
+            error, BodyTimeout | BodyTooLarge
+        ):  # what still comes of the body is not worth reading
+            more.append((b"connection", b"close"))
         if isinstance(error, MethodNotAllowed):
             more.append((b"allow", b"POST" if self._path in _ENDPOINTS else b"GET, HEAD"))
         await self._answer(error.status, orjson.dumps(error_body(error)), b"application/json", *more)

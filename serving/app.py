@@ -25,7 +25,11 @@ def build(args: dict[str, Any]) -> Application:
     """
     config = load_config(args)
     running = running_targets()
-    control = Control.bind(args)  # type: ignore[attr-defined]
+    # Neither computes anything that Ray should count; where they may be is the configuration's.
+    door_options: dict[str, Any] = {"num_cpus": 0}
+    if config.frontend.labels:
+        door_options["label_selector"] = config.frontend.labels
+    control = Control.options(ray_actor_options=door_options).bind(args)  # type: ignore[attr-defined]
     pools = {}
     for model in config.models:
         for variant in model.variants:
@@ -51,6 +55,7 @@ def build(args: dict[str, Any]) -> Application:
             pools[model.name, variant.name] = handles
     frontend = Frontend.options(  # type: ignore[attr-defined]
         num_replicas=config.frontend.replicas,
+        ray_actor_options=door_options,
         graceful_shutdown_timeout_s=config.deadlines.request_ms / 1e3 + 5,
     )
     application: Application = frontend.bind(args, control, pools)

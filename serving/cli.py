@@ -1,10 +1,12 @@
 """The `kvrelay` command.
 
     kvrelay serve [CONFIG]    a Ray of its own on this machine, with CONFIG deployed on it, until Ctrl-C
-    kvrelay check CONFIG      validate, start nothing
+    kvrelay check CONFIG      validate, start nothing; find what cannot work and what is wasted
+    kvrelay capacity CONFIG   weights, KV and sequences of each pool, and which limit binds
     kvrelay env [CONFIG]      what to export before `ray start` on each node of a cluster of your own
     kvrelay models            the names that `weights` knows
     kvrelay prepare NAME      make a model's files ready on this machine
+    kvrelay admin VERB        operate a running application: drain workers, shift traffic, settings
 
 Exit codes: 0 stopped or done, 1 could not start or run, 2 the command or the configuration is wrong.
 Imports are lazy: `--help` answers at once.
@@ -19,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serving import __version__
+from serving import __version__, admin_command
 from serving.errors import ConfigError, KVRelayError
 
 if TYPE_CHECKING:
@@ -58,7 +60,19 @@ def _parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="validate a configuration, start nothing")
     check.add_argument("config", nargs="+")
+    _add_sizing(check)
     check.set_defaults(run=_check)
+
+    capacity = commands.add_parser("capacity", help="what each pool of a configuration holds")
+    capacity.add_argument("config", help="a file, or a shipped name")
+    _add_sizing(capacity)
+    capacity.add_argument("--concurrency", type=int, help="p95 of sequences at once; default: full batches")
+    capacity.add_argument("--prompt-tokens", type=int, help="p99; default: the variant's limit, else 4096")
+    capacity.add_argument("--output-tokens", type=int, help="p99; default: 512")
+    capacity.add_argument(
+        "--headroom", type=float, default=20, help="per cent on top; default: %(default)s"
+    )
+    capacity.set_defaults(run=_capacity)
 
     env = commands.add_parser("env", help="print what to export before `ray start` on each node")
     env.add_argument("config", nargs="?", default="quickstart")
@@ -70,7 +84,22 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="make a model's files ready on this machine")
     prepare.add_argument("name")
     prepare.set_defaults(run=_prepare)
+
+    admin_command.add_parser(commands)
     return parser
+
+
+def _add_sizing(parser: argparse.ArgumentParser) -> None:
+    """What `capacity` and `check` are told about machines and models that are not here."""
+    parser.add_argument("--gpu", help="the GPUs' type, e.g. H200; default: what the variants require")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        default=[],
+        metavar="[MODEL=]FILE",
+        help="config.json of a model whose weights are not on this machine",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -122,12 +151,28 @@ def _check(options: argparse.Namespace) -> int:
     return worst
 
 
+def _capacity(options: argparse.Namespace) -> int:
+    from serving.capacity_command import run
+    from serving.pool_capacity import Options, parse_shapes
+
+    said = Options(
+        gpu=options.gpu,
+        shapes=parse_shapes(options.shape),
+        concurrency=options.concurrency,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        headroom=options.headroom / 100,
+    )
+    return run(options.config, said, as_json=options.json)
+
+
 def _env(options: argparse.Namespace) -> int:
-    from serving.local.environment import node_environment
+    from serving.local.environment import network_environment, node_environment
     from serving.preflight import find_config, read_plan
 
     plan = read_plan(find_config(options.config))
-    for name, value in node_environment(plan.longest_request_s).items():
+    longest_s = plan.longest_request_s
+    for name, value in {**node_environment(longest_s), **network_environment(longest_s)}.items():
         print(f"export {name}={value}")
     return 0
 

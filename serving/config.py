@@ -111,11 +111,29 @@ class PoolConfig(Section, frozen=True):
     parallel: Parallel | None = None  # this pool's own; null: the variant's
 
 
+class PromptRange(Section, frozen=True):
+    """Prompts that a variant is for. Longer ones never go to it; shorter ones only when no other variant of
+    the model can answer."""
+
+    min: Positive = 1
+    max: Positive | None = None
+
+
+class Requires(Section, frozen=True):
+    """What a worker must find where it starts; anything else is refused in one line (serving/provenance.py)."""
+
+    gpu: str | None = None  # a name of serving/gpu_catalog.py, or a part of the driver's name for the card
+    quantization: str | None = None  # of the weights: FP8, W4A16_AWQ, ..., NO_QUANT
+    weights_digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")] | None = None  # as /v1/models shows it
+
+
 class Variant(Section, frozen=True):
     """One way to serve a model, with pools of its own."""
 
     weights: str  # a path, or a name the manifest knows
     name: Name = "main"
+    prompt_tokens: PromptRange = PromptRange()
+    requires: Requires = Requires()
     engine: EngineConfig = EngineConfig()
     parallel: Parallel = Parallel()
     prefill: PoolConfig = PoolConfig()
@@ -129,8 +147,12 @@ class Model(Section, frozen=True):
 
 
 class FrontendConfig(Section, frozen=True):
+    """`labels`: of the nodes that may hold frontends and Control; none: any node."""
+
+    labels: dict[str, str] = msgspec.field(default_factory=dict)
     replicas: Positive = 1
-    max_inflight: Positive = 1024
+    max_inflight: Positive = 1024  # requests, of one frontend
+    max_inflight_per_key: Positive | None = None  # the same, of one API key; null: no limit of its own
     body_limit_bytes: Annotated[int, Meta(ge=1024)] = 16 << 20
 
 
@@ -152,6 +174,7 @@ class PlannerConfig(Section, frozen=True):
 class Deadlines(Section, frozen=True):
     """How long each stage of a request may take before it counts as failed."""
 
+    body_ms: Milliseconds = 30_000  # from the request's head to the end of its body
     request_ms: Milliseconds = 600_000
     queue_ms: Milliseconds = 60_000  # a deadline order may let shorter prompts pass for half of it
     prefill_ms: Milliseconds = 120_000
@@ -171,9 +194,21 @@ class LinkConfig(Section, frozen=True):
 
 
 class SecurityConfig(Section, frozen=True):
-    """`admin_key_file`: its content, as bearer token, opens the debug routes; without it there are none."""
+    """`admin_key_file`: its content, as bearer token, opens the debug routes; without it there are none.
+    `api_keys_file`: who may use the API, `name:key` or a key a line; without it everybody may."""
 
+    api_keys_file: str | None = None
     admin_key_file: str | None = None
+
+
+class HealthConfig(Section, frozen=True):
+    """What a worker does to find out that it is of no use (serving/canary.py)."""
+
+    canary_s: Annotated[float, Meta(ge=0)] = (
+        30  # without a step for so long it generates by itself; 0: never
+    )
+    canary_timeout_s: Annotated[float, Meta(gt=0)] = 10
+    free_blocks_floor: Count | None = None  # fewer that can be had while nothing runs: a leak; null: half
 
 
 class AppConfig(Section, frozen=True):
@@ -184,6 +219,7 @@ class AppConfig(Section, frozen=True):
     deadlines: Deadlines = Deadlines()
     link: LinkConfig = LinkConfig()
     security: SecurityConfig = SecurityConfig()
+    health: HealthConfig = HealthConfig()
 
 
 def load_config(args: Mapping[str, Any]) -> AppConfig:
@@ -202,6 +238,10 @@ def _check_relations(config: AppConfig) -> None:
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"models: name = {name!r} is used twice; every model needs its own")
+    if config.link.host in ("", "0.0.0.0", "::"):
+        raise ConfigError(
+            f"link.host = {config.link.host!r}; allowed: an address of the node that its peers reach"
+        )
     if config.router.policy not in POLICY_NAMES:
         allowed = ", ".join(POLICY_NAMES)
         raise ConfigError(f"router.policy = {config.router.policy!r}; allowed: {allowed}")
@@ -211,6 +251,11 @@ def _check_relations(config: AppConfig) -> None:
             at = f"models[{m}].variants[{v}]"
             if variants.count(variant.name) > 1:
                 raise ConfigError(f"{at}.name = {variant.name!r} is used twice within {model.name!r}")
+            longest = variant.prompt_tokens.max
+            if longest is not None and variant.prompt_tokens.min > longest:
+                raise ConfigError(
+                    f"{at}.prompt_tokens.min = {variant.prompt_tokens.min}; allowed: at most max ({longest})"
+                )
             engine = variant.engine
             if engine.kind == "sim" and engine.profile is None:
                 raise ConfigError(f"{at}.engine.profile is missing; engine kind 'sim' needs one")

@@ -40,14 +40,18 @@ class Control:
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
         log_to_stderr()
         config = load_config(args)
-        self._store_key = f"settings:{application_name()}".encode()
+        self._settings_key = f"settings:{application_name()}".encode()
+        self._orders_key = f"orders:{application_name()}".encode()
         self._me = replica_identity("control", config.link)
         self._host = ControlHost(
             me=self._me,
             key=link_key(config.link, application_name()),
-            settings=self._stored(),
-            save=self._save,
+            settings=self._stored_settings(),
+            save=lambda values: _store(self._settings_key, values),
+            save_orders=lambda values: _store(self._orders_key, values),
+            variants={model.name: [variant.name for variant in model.variants] for model in config.models},
         )
+        self._host.orders.restore(_stored(self._orders_key))
         self._address = await self._host.start(link_host(config.link))
 
     async def record_replica_metadata(self) -> dict[str, Any]:
@@ -65,17 +69,25 @@ class Control:
     async def __del__(self) -> None:
         await self._host.stop()
 
-    def _stored(self) -> LiveSettings | None:
-        """Settings outlive redeploys in the cluster's store; ones a newer version wrote are ignored."""
-        data = internal_kv._internal_kv_get(self._store_key, namespace=_NAMESPACE)
-        if data is None:
-            return None
+    def _stored_settings(self) -> LiveSettings | None:
+        """Those that a newer version wrote are ignored."""
         try:
-            return parse_settings(msgspec.json.decode(data))
-        except (msgspec.MsgspecError, ConfigError):
+            return parse_settings(_stored(self._settings_key))
+        except ConfigError:
             return None
 
-    def _save(self, values: dict[str, Any]) -> None:
-        internal_kv._internal_kv_put(
-            self._store_key, msgspec.json.encode(values), overwrite=True, namespace=_NAMESPACE
-        )
+
+# What Control owns outlives redeploys, and Control, in the cluster's store.
+
+
+def _stored(key: bytes) -> dict[str, Any]:
+    """Empty when there is nothing, or nothing that can be read."""
+    data = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any]) if data is not None else {}
+    except msgspec.MsgspecError:
+        return {}
+
+
+def _store(key: bytes, values: dict[str, Any]) -> None:
+    internal_kv._internal_kv_put(key, msgspec.json.encode(values), overwrite=True, namespace=_NAMESPACE)

@@ -1,21 +1,26 @@
-"""A party's side of Control: registers, answers metric pulls, hears settings, asks for scrapes."""
+"""A party's side of Control: registers, reports, answers metric pulls, hears settings and orders, asks."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
-from serving.errors import ConfigError, LinkError
+from serving.errors import ConfigError, LinkError, Unavailable
 from serving.kept_link import KeptLink
 from serving.link import Identity, Link
 from serving.live_settings import LiveSettings, parse_settings
 from serving.metrics import Registry, merge
 from serving.wire import (
+    AdminReply,
+    AdminRequest,
     AnyMessage,
     Family,
+    Message,
     MetricsPull,
     MetricsPush,
+    Orders,
     Register,
     ScrapeReply,
     ScrapeRequest,
@@ -23,6 +28,8 @@ from serving.wire import (
 )
 
 SCRAPE_S = 1.0
+ASK_S = 5.0
+REPORT_S = 0.5
 
 
 class ControlClient:
@@ -36,15 +43,22 @@ class ControlClient:
         registry: Registry,
         register: Register,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
+        on_orders: Callable[[Orders], None] = lambda orders: None,
+        report: Callable[[], Message | None] = lambda: None,
     ) -> None:
+        """`report` makes what is sent every `REPORT_S`; None: nothing this time."""
         self._me = me
         self._key = key
         self._registry = registry
         self._register = register
         self._on_settings = on_settings
+        self._on_orders = on_orders
+        self._report = report
+        self._reporting: asyncio.TimerHandle | None = None
         self._kept: KeptLink | None = None
         self._serial = 0
         self._scrapes: dict[int, asyncio.Future[list[Family]]] = {}
+        self._asked: dict[int, asyncio.Future[tuple[int, dict[str, Any]]]] = {}
         self._last: list[Family] = []
 
     async def connect(self, address: str) -> None:
@@ -90,10 +104,39 @@ class ControlClient:
         ]
         return merge([others, self._registry.families()])
 
+    async def ask(self, verb: str, arguments: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """An operator's request (serving.admin): HTTP status and body. Raises Unavailable."""
+        link = None if self._kept is None else self._kept.link
+        if link is None or link.wire_version < AdminRequest.since:
+            raise Unavailable("Control is away; try again shortly")
+        self._serial += 1
+        answer: asyncio.Future[tuple[int, dict[str, Any]]] = asyncio.get_running_loop().create_future()
+        self._asked[self._serial] = answer
+        link.send(AdminRequest(self._serial, verb, arguments))
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await answer
+        except (TimeoutError, LinkError):
+            raise Unavailable("Control did not answer; try again shortly") from None
+        finally:
+            self._asked = {serial: a for serial, a in self._asked.items() if a is not answer}
+
+    def send(self, message: Message) -> None:
+        """Dropped while Control is away."""
+        if self._kept is not None:
+            self._kept.send(message)
+
+    def _report_now(self) -> None:
+        self._reporting = asyncio.get_running_loop().call_later(REPORT_S, self._report_now)
+        message = self._report()
+        if message is not None:
+            self.send(message)
+
     # -- LinkHandler
 
     def on_open(self, link: Link) -> None:
         link.send(self._register)
+        self._report_now()
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
         if isinstance(message, MetricsPull):
@@ -102,11 +145,20 @@ class ControlClient:
             waiting = self._scrapes.get(message.serial)
             if waiting is not None and not waiting.done():
                 waiting.set_result(message.families)
+        elif isinstance(message, AdminReply):
+            answer = self._asked.get(message.serial)
+            if answer is not None and not answer.done():
+                answer.set_result((message.status, message.body))
+        elif isinstance(message, Orders):
+            self._on_orders(message)
         elif isinstance(message, Settings):
             with contextlib.suppress(ConfigError):  # a newer Control's settings: ours stay as they are
                 self._on_settings(parse_settings(message.values))
 
     def on_lost(self, link: Link, reason: str) -> None:
-        for waiting in self._scrapes.values():
-            if not waiting.done():
-                waiting.set_exception(LinkError(f"control is away: {reason}"))
+        if self._reporting is not None:
+            self._reporting.cancel()
+        waiting: list[asyncio.Future[Any]] = [*self._scrapes.values(), *self._asked.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(LinkError(f"control is away: {reason}"))

@@ -1,4 +1,4 @@
-"""What several frontends share, without Ray: who is there, everybody's metrics, the live settings.
+"""What several frontends share, without Ray: who is there, everybody's metrics, live settings and orders.
 
 Every frontend and worker keeps a link to Control. If Control is away they go on with what they last heard.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.admin import Admin
 from serving.link import Identity, Link, LinkServer
 from serving.live_settings import LiveSettings, parse_settings, settings_values
 from serving.metrics import Registry, fold, merge
+from serving.orders import OrderBook
 from serving.wire import (
+    AdminReply,
+    AdminRequest,
     AnyMessage,
     Family,
     Members,
@@ -24,6 +28,7 @@ from serving.wire import (
     ScrapeReply,
     ScrapeRequest,
     Settings,
+    WorkerReport,
 )
 
 log = logging.getLogger("kvrelay.control")
@@ -37,6 +42,18 @@ class _Party:
     label: str  # that names it on its samples
     register: Register | None = None
     families: list[Family] = field(default_factory=list)
+    report: WorkerReport | None = None
+    reported_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedWorker:
+    """A linked worker and what it said last, `age_s` ago."""
+
+    labels: dict[str, str]  # model, variant, pool
+    address: str | None
+    report: WorkerReport | None
+    age_s: float
 
 
 @dataclass(slots=True)
@@ -50,7 +67,8 @@ class _Scrape:
 
 
 class ControlHost:
-    """`start` and `stop` are a pair. `save` keeps settings beyond this process."""
+    """`start` and `stop` are a pair. `save` and `save_orders` keep settings and orders beyond this process;
+    `variants`: names by model, of the configuration."""
 
     def __init__(
         self,
@@ -59,6 +77,8 @@ class ControlHost:
         key: bytes,
         settings: LiveSettings | None = None,
         save: Callable[[dict[str, Any]], None] = lambda values: None,
+        save_orders: Callable[[dict[str, Any]], None] = lambda values: None,
+        variants: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server = LinkServer(me, key, self)
@@ -71,6 +91,10 @@ class ControlHost:
         self._members_version = 0
         self._settings = settings or LiveSettings()
         self._save = save
+        self._save_orders = save_orders
+        self.orders = OrderBook(self._on_orders)
+        self.variants = variants or {}
+        self.admin = Admin(self)
         registry = Registry({"control": me.ident})
         registry.gauge("parties", "Processes linked to Control, by kind", self._count_parties, ("kind",))
         self._scrape_count = registry.counter("scrapes", "Scrapes of the whole application")
@@ -94,6 +118,23 @@ class ControlHost:
     def members(self) -> list[Register]:
         return [party.register for party in self._parties.values() if party.register is not None]
 
+    @property
+    def workers(self) -> dict[str, ReportedWorker]:
+        """The linked workers by ident."""
+        now = self._loop.time()
+        return {
+            party.register.ident: ReportedWorker(
+                party.register.labels, party.register.address, party.report, now - party.reported_s
+            )
+            for party in self._parties.values()
+            if party.register is not None and party.register.kind == "worker"
+        }
+
+    def _on_orders(self, values: dict[str, Any]) -> None:
+        self._save_orders(values)
+        for link in self._parties:
+            link.send(self.orders.message())
+
     def change_settings(self, changes: dict[str, Any]) -> dict[str, Any]:
         """Merge `changes`, keep and publish the result; raises ConfigError and then changes nothing."""
         changed = parse_settings({**self.settings, **changes})
@@ -116,12 +157,13 @@ class ControlHost:
             timer.cancel()
         self._parties[link] = party
         link.send(Settings(self._version, self.settings))
+        link.send(self.orders.message())
 
     def on_lost(self, link: Link, reason: str) -> None:
         party = self._parties.pop(link, None)
         if party is None:
             return
-        party.register = None
+        party.register = party.report = None
         party.families = [family for family in party.families if family.type != "gauge"]
         self._absent[_key(link)] = party, self._loop.call_later(ABSENT_S, self._gone, _key(link))
         for serial in list(self._scrapes):
@@ -132,6 +174,7 @@ class ControlHost:
     def _gone(self, key: tuple[str, int]) -> None:
         """It will not come back: what it counted stays in every sum, under one name for all such."""
         party, _ = self._absent.pop(key)
+        self.orders.forget(key[0])
         self._departed = fold(self._departed, party.families, party.label, "departed")
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
@@ -144,8 +187,13 @@ class ControlHost:
         elif isinstance(message, MetricsPush):
             party.families = message.families
             self._answered(message.serial, link)
+        elif isinstance(message, WorkerReport):
+            party.report, party.reported_s = message, self._loop.time()
         elif isinstance(message, ScrapeRequest):
             self._scrape(link, message.serial)
+        elif isinstance(message, AdminRequest):
+            status, body = self.admin.answer(message.verb, message.arguments)
+            link.send(AdminReply(message.serial, status, body))
         else:
             link.close(f"{type(message).__name__} is not for control")
 

@@ -12,14 +12,11 @@ Everything here happens on one event loop, without tasks: frames come in through
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable
-from time import perf_counter
 from typing import Any
 
-from kvrouter.hashing import namespace_seed
-from kvrouter.router import Choice, Router, RouterRequest
+from kvrouter.router import Router
 from serving.config import Deadlines
 from serving.engine.base import FinishReason, Mode, TokenLogprobs
 from serving.errors import (
@@ -33,13 +30,17 @@ from serving.errors import (
 )
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest, Sink
+from serving.placement import Placer
+from serving.retry_budget import RetryBudget
 from serving.run import Attempt, Run, Stage, WorkerEntry
-from serving.wire import Cancel, Handoff, Pull, Step, Submit, pack_u32, unpack_u32, unpack_u64
+from serving.wire import Ended, Step, unpack_u32, unpack_u64
 
 log = logging.getLogger("kvrelay.coordinator")
 
-RECENT_CHOICES = 100  # kept for the debug route
-MAX_PLACEMENTS = 4  # a request is placed at most this often, so that a bad node makes no storm
+MAX_PLACEMENTS = 4  # a request is placed at most this often
+MOVES_AT_ONCE = 4  # off one worker: more would only share its network and lengthen each other's pause
+MOVE_AGAIN_S = 1.0  # after a move that failed
+MOVED = "moved"  # reason of an Ended whose run goes on at the reader of its KV
 
 
 class Coordinator:
@@ -56,8 +57,6 @@ class Coordinator:
         metrics: FrontendMetrics,
         clock: Callable[[], float],
     ) -> None:
-        self._model = model
-        self._router = router
         self._workers = workers
         self._deadlines = deadlines
         self._max_inflight = max_inflight
@@ -65,13 +64,15 @@ class Coordinator:
         self._clock = clock
         self._runs: dict[int, Run] = {}  # attempt -> run
         self._live: set[Run] = set()
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT_CHOICES)
-        # Attempt ids are unique over all frontends and restarts: 31 random bits, 32 counted ones.
-        self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
+        self._placer = Placer(model=model, router=router, workers=workers, runs=self._runs, metrics=metrics)
+        self._router = router
+        self._breakers = self._placer.breakers
+        self._budget = RetryBudget(max_inflight)
         self._stage_ms = {
             Stage.QUEUE: deadlines.queue_ms,
             Stage.PREFILL: deadlines.prefill_ms,
-            Stage.FIRST_DECODE: deadlines.first_token_ms + deadlines.transfer_ms,
+            Stage.TRANSFER: deadlines.transfer_ms,
+            Stage.FIRST_DECODE: deadlines.first_token_ms,
         }
 
     @property
@@ -82,9 +83,18 @@ class Coordinator:
     def attempts_in_flight(self) -> int:
         return len(self._runs)
 
+    @property
+    def recent(self) -> deque[dict[str, Any]]:
+        """The last choices, newest last."""
+        return self._placer.recent
+
     def uses(self, worker: str) -> bool:
         """Some run has an attempt on `worker`."""
         return any(a.worker == worker for run in self._live for a in run.attempts.values())
+
+    def forget_worker(self, ident: str) -> None:
+        """It is gone for good: one of that name would be another process."""
+        self._breakers.forget(ident)
 
     # ------------------------------------------------------------ the request's verbs
 
@@ -99,110 +109,18 @@ class Coordinator:
             limit_ms = min(limit_ms, request.timeout_ms)
         run.deadline_s = now + limit_ms / 1e3
         try:
-            self._place(run, now)
+            self._placer.place(run, now)
         except NoWorker:
             self._metrics.rejects.inc(labels=("no_worker",))
             raise
         self._live.add(run)
+        self._budget.earn()
         self._metrics.prompt_tokens.observe(len(request.prompt))
         return run
 
     def _cancel(self, run: Run, outcome: str) -> None:
         if not run.ended:
             self._end(run, outcome)
-
-    # ------------------------------------------------------------ placing
-
-    def _place(self, run: Run, now: float) -> None:
-        """Choose workers and send the attempts. Raises NoWorker; then nothing was sent."""
-        request = run.request
-        tokens = request.prompt + run.sent if run.sent else request.prompt
-        remaining = request.params.max_tokens - len(run.sent)
-        wanted = RouterRequest(
-            tokens=tokens,
-            namespace=namespace_seed(self._model, salt=request.cache_salt or None),
-            max_tokens=remaining,
-            session=request.session,
-            avoid=frozenset(run.failed_on),
-        )
-        began_s = perf_counter()
-        choice = self._router.choose(wanted, now)
-        self._metrics.decision.observe(perf_counter() - began_s)
-        self._note(run, choice)
-        run.placements += 1
-        run.info.prefill_worker = choice.prefill or choice.decode
-        run.info.decode_worker = choice.decode
-        deadline_ms = max(1, int((run.deadline_s - now) * 1e3))
-        packed = pack_u32(tokens)
-
-        pull = self._pull(choice) if run.placements == 1 else None  # a resume takes no chances
-
-        def submit(worker: WorkerEntry, mode: Mode, handoff: Handoff | None = None) -> int:
-            self._next_attempt += 1
-            attempt = self._next_attempt
-            run.attempts[attempt] = Attempt(attempt, worker.ident, mode)
-            self._runs[attempt] = run
-            self._router.book(attempt, worker.ident, wanted, now)
-            worker.send(
-                Submit(
-                    attempt=attempt,
-                    mode=mode.value,
-                    tokens=packed,
-                    n_prompt=len(request.prompt),
-                    params=request.params,
-                    namespace=wanted.namespace,
-                    request_id=request.request_id,
-                    deadline_ms=deadline_ms,
-                    handoff=handoff,
-                    priority=request.priority,
-                    pull=pull if handoff is None else None,
-                )
-            )
-            return attempt
-
-        decode = self._workers[choice.decode]
-        if choice.prefill is None:
-            submit(decode, Mode.LOCAL)
-        else:
-            prefill = self._workers[choice.prefill]
-            if remaining == 1:  # prefill's token is the whole answer: nobody needs the KV
-                submit(prefill, Mode.LOCAL)
-            else:
-                first = submit(prefill, Mode.PREFILL)
-                source = Handoff(prefill.address, prefill.ident, prefill.epoch, first)
-                submit(decode, Mode.DECODE, source)
-        run.enter(Stage.QUEUE, now)
-        log.debug(
-            "placed %s: prefill %s, decode %s, %s",
-            request.request_id, choice.prefill, choice.decode, choice.reasons,
-        )  # fmt: skip
-
-    def _pull(self, choice: Choice) -> Pull | None:
-        """What the worker that computes may read first; the owner may be gone by now."""
-        owner = None if choice.pull_from is None else self._workers.get(choice.pull_from)
-        if owner is None:
-            return None
-        tokens = choice.cached_tokens + choice.pull_tokens
-        return Pull(owner.address, owner.ident, owner.epoch, tokens, max(1, int(choice.pull_within_ms)))
-
-    def _note(self, run: Run, choice: Choice) -> None:
-        """Remember the choice for whoever asks why, and for the metrics of its outcome."""
-        chosen = choice.reasons.get(choice.prefill or choice.decode, {})
-        self._metrics.regret.observe(chosen.get("regret_ms", 0.0) / 1e3)
-        run.predicted_ttft_s = None if choice.predicted_ttft_ms is None else choice.predicted_ttft_ms / 1e3
-        self.recent.append(
-            {
-                "request": run.request.request_id,
-                "prefill": choice.prefill,
-                "decode": choice.decode,
-                "cached_tokens": choice.cached_tokens,
-                "pull_from": choice.pull_from,
-                "pull_tokens": choice.pull_tokens,
-                "predicted_ttft_ms": choice.predicted_ttft_ms,
-                "predicted_itl_ms": choice.predicted_itl_ms,
-                "terms": choice.reasons,
-            }
-        )
 
     # ------------------------------------------------------------ frames from workers
 
@@ -215,21 +133,30 @@ class Coordinator:
             self._on_tokens(step, now)
         for ended in step.ended or ():
             run = self._runs.get(ended.attempt)
-            if run is None:
-                continue
-            if ended.error is not None:
-                self._on_failed(run, ended.attempt, ended.error, ended.retryable, now)
-            else:
-                self._runs.pop(ended.attempt, None)
-                run.attempts.pop(ended.attempt, None)
-                self._router.release(ended.attempt)
-                run.final = FinishReason(ended.reason)
-                if not run.early:
-                    self._finish(run, now)
+            if run is not None:
+                self._on_ended(run, ended, now)
+
+    def _on_ended(self, run: Run, ended: Ended, now: float) -> None:
+        if ended.error is not None:
+            self._on_failed(run, ended.attempt, ended.error, ended.retryable, now)
+            return
+        attempt = self._placer.release(run, ended.attempt)
+        if attempt is not None:
+            self._breakers.succeeded(attempt.worker)
+        if ended.reason == MOVED:
+            self._on_moved(run, ended.attempt, now)
+            return
+        run.final = FinishReason(ended.reason)
+        if not run.early:
+            self._finish(run, now)
 
     def _on_begun(self, attempt: int, n_cached: int, now: float) -> None:
         run = self._runs.get(attempt)
-        if run is None or run.attempts[attempt].mode is Mode.DECODE:
+        if run is None:
+            return
+        if run.attempts[attempt].mode is Mode.DECODE:
+            if run.stage is Stage.TRANSFER:
+                run.enter(Stage.FIRST_DECODE, now)
             return
         self._router.begun(attempt, n_cached, now)
         if run.stage is Stage.QUEUE:
@@ -261,6 +188,8 @@ class Coordinator:
             if position == expected:
                 if not run.pending:
                     touched.append(run)
+                    if run.move is not None and run.move.target == attempt:
+                        self._taken_over(run, now)
                 run.pending.append(token)
                 if run.logprobs:
                     run.pending_logprobs.append(drawn[row])
@@ -295,7 +224,7 @@ class Coordinator:
         else:
             metrics.itl.observe((now - run.last_s) / count, count)
         if run.stage is Stage.QUEUE or run.stage is Stage.PREFILL:  # the first of this placement
-            run.enter(Stage.FIRST_DECODE, now)
+            run.enter(Stage.TRANSFER if len(run.attempts) > 1 else Stage.FIRST_DECODE, now)
             self._prompt_computed(run, now)
         elif run.stage is not Stage.DECODE:
             run.enter(Stage.DECODE, now)
@@ -345,15 +274,68 @@ class Coordinator:
         self._metrics.e2e.observe(self._clock() - run.started_s)
 
     def _drop_attempts(self, run: Run) -> None:
-        for attempt in run.attempts.values():
-            self._runs.pop(attempt.ident, None)
-            self._router.release(attempt.ident)
+        run.move = None
+        for attempt in list(run.attempts.values()):
             if run.final is not None and attempt.mode is Mode.PREFILL and attempt.computed:
-                continue  # its reader confirmed the KV: nothing is left there
-            worker = self._workers.get(attempt.worker)
-            if worker is not None:
-                worker.send(Cancel(attempt.ident))
-        run.attempts.clear()
+                self._placer.release(run, attempt.ident)  # its reader confirmed: nothing is left there
+            else:
+                self._placer.take_back(run, attempt)
+
+    # ------------------------------------------------------------ moving
+
+    def move_from(self, worker: str) -> int:
+        """Move the runs that decode on `worker` elsewhere, a few at a time; call it until it returns 0.
+
+        Returns how many runs have an attempt there. Those that cannot be moved go on where they are.
+        """
+        now = self._clock()
+        there = moving = 0
+        waiting: list[tuple[Run, Attempt]] = []
+        for run in self._live:
+            for attempt in run.attempts.values():
+                if attempt.worker != worker:
+                    continue
+                there += 1
+                if run.move is not None:
+                    moving += run.move.source == attempt.ident
+                elif (
+                    run.stage is Stage.DECODE
+                    and attempt.mode is not Mode.PREFILL
+                    and now >= run.move_after_s
+                ):
+                    waiting.append((run, attempt))
+        for run, attempt in waiting[: max(MOVES_AT_ONCE - moving, 0)]:
+            try:
+                self._placer.move(run, attempt, now)
+            except NoWorker:
+                run.move_after_s = now + MOVE_AGAIN_S
+        return there
+
+    def _on_moved(self, run: Run, source: int, now: float) -> None:
+        """The source gave `run` up: its reader has everything."""
+        self._metrics.migrations.inc(labels=("moved",))
+        if not run.attempts:
+            # The target failed, or was taken back, while the source confirmed.
+            self._retry(run, WorkerLost("the worker that took over is gone"), now)
+        elif run.move is not None and run.move.source == source:
+            run.move.left = True
+
+    def _taken_over(self, run: Run, now: float) -> None:
+        """The first token of the target is here."""
+        self._metrics.migration_gap.observe(now - run.last_s)
+        run.move = None
+
+    def _stop_moving(self, run: Run, why: str, now: float) -> None:
+        """Its target failed before it took over; the source goes on."""
+        move = run.move
+        assert move is not None
+        log.info("%s: not moved: %s", run.request.request_id, why)
+        self._metrics.migrations.inc(labels=("failed",))
+        run.move = None
+        run.move_after_s = now + MOVE_AGAIN_S
+        target = run.attempts.get(move.target)
+        if target is not None:
+            self._placer.take_back(run, target)
 
     # ------------------------------------------------------------ faults
 
@@ -377,10 +359,17 @@ class Coordinator:
             run.request.request_id, attempt, run.attempts[attempt].worker, message,
         )  # fmt: skip
         self._metrics.attempt_failures.inc()
+        move = run.move
+        if move is not None and move.target == attempt and not move.left:
+            self._placer.release(run, attempt)
+            self._stop_moving(run, message, now)
+            return
+        worker = run.attempts[attempt].worker
+        self._count_failure(worker, now)
         if not retryable:
             self._fail(run, EngineFailure(message))
             return
-        run.failed_on.add(run.attempts[attempt].worker)
+        run.failed_on.add(worker)
         self._retry(run, WorkerLost(message), now)
 
     def _retry(self, run: Run, error: Unavailable, now: float) -> None:
@@ -388,24 +377,47 @@ class Coordinator:
         run.final = None
         self._drop_attempts(run)
         run.early.clear()
-        if run.placements >= MAX_PLACEMENTS:
+        if run.placements >= MAX_PLACEMENTS or not self._budget.spend(now):
+            self._metrics.retries_refused.inc(
+                labels=("limit" if run.placements >= MAX_PLACEMENTS else "budget",)
+            )
             self._fail(run, error)
             return
         try:
-            self._place(run, now)
+            self._placer.place(run, now)
         except NoWorker:
             self._fail(run, error)
         else:
             self._metrics.resumes.inc()
 
+    def _count_failure(self, worker: str, now: float) -> None:
+        if self._breakers.failed(worker, now):
+            self._metrics.breaker_openings.inc()
+            log.warning("worker %s fails requests in a row: avoided for a while", worker)
+
+    def _late(self, run: Run, now: float) -> str | None:
+        """The stage that takes longer than it may."""
+        limit_ms = self._stage_ms.get(run.stage)
+        return run.stage.value if limit_ms is not None and (now - run.stage_s) * 1e3 > limit_ms else None
+
+    def _silent(self, run: Run, now: float) -> str | None:
+        """A stream without tokens. Where requests wait it may be one that gave way: that is a queue."""
+        quiet_ms = (now - run.last_s) * 1e3
+        if quiet_ms <= self._deadlines.silence_ms:
+            return None
+        entries = [self._workers.get(attempt.worker) for attempt in run.attempts.values()]
+        runs = all(entry is not None and entry.waiting == 0 for entry in entries)
+        return "silence" if runs or quiet_ms > self._deadlines.queue_ms else None
+
     @staticmethod
     def _to_blame(run: Run) -> list[str]:
         """The workers whose turn it is in the run's stage."""
-        decoding = run.stage is Stage.FIRST_DECODE
+        decoding = run.stage not in (Stage.QUEUE, Stage.PREFILL)
         return [
             a.worker
             for a in run.attempts.values()
-            if a.mode is Mode.LOCAL or decoding == (a.mode is Mode.DECODE)
+            if (a.mode is Mode.LOCAL or decoding == (a.mode is Mode.DECODE))
+            and (run.move is None or run.move.target != a.ident)
         ]
 
     def sweep(self) -> None:
@@ -418,9 +430,15 @@ class Coordinator:
                 self._metrics.deadlines.inc(labels=("request",))
                 self._fail(run, DeadlineExceeded("the request's deadline passed"))
                 continue
-            limit_ms = self._stage_ms.get(run.stage)
-            if limit_ms is None or (now - run.stage_s) * 1e3 <= limit_ms:
+            move = run.move
+            if move and not move.left and (now - move.since_s) * 1e3 > self._deadlines.transfer_ms:
+                self._stop_moving(run, "it took too long", now)
+            late = self._silent(run, now) if run.stage is Stage.DECODE else self._late(run, now)
+            if late is None:
                 continue
-            self._metrics.deadlines.inc(labels=(run.stage.value,))
-            run.failed_on.update(self._to_blame(run))
-            self._retry(run, DeadlineExceeded(f"no progress in stage {run.stage.value}"), now)
+            self._metrics.deadlines.inc(labels=(late,))
+            blamed = self._to_blame(run)
+            run.failed_on.update(blamed)
+            for worker in blamed:
+                self._count_failure(worker, now)
+            self._retry(run, DeadlineExceeded(f"no progress in stage {late}"), now)

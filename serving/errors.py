@@ -9,7 +9,9 @@
     |  |- NotFound                   404  unknown path
     |  |- ModelNotFound              404  unknown model
     |  |- MethodNotAllowed           405  a known path, the wrong verb
-    |  `- BodyTooLarge               413  body over the limit
+    |  |- BodyTimeout                408  the body did not come in time
+    |  |- BodyTooLarge               413  body over the limit
+    |  `- HeadersTooLarge            431  too many headers, or too long ones
     |- Overloaded                    429  the deadline cannot be met, or too much in flight; Retry-After
     |- Unavailable                   503  no path can answer; Retry-After
     |  |- NoWorker                        no worker of the pool is linked
@@ -36,6 +38,7 @@ from typing import ClassVar
 
 __all__ = [
     "AuthenticationFailed",
+    "BodyTimeout",
     "BodyTooLarge",
     "ConfigError",
     "ContextLengthExceeded",
@@ -43,6 +46,7 @@ __all__ = [
     "EngineFailure",
     "FrameRefused",
     "HandshakeRefused",
+    "HeadersTooLarge",
     "InvalidRequest",
     "KVRelayError",
     "LayoutMismatch",
@@ -123,9 +127,19 @@ class MethodNotAllowed(RequestError):
     status = 405
 
 
+class BodyTimeout(RequestError):
+    status = 408
+    code = "body_timeout"
+
+
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
 
 
 class Overloaded(KVRelayError):

@@ -71,6 +71,7 @@ class Frontend:
             key=link_key(config.link, application_name()),
             served=served,
             admin_key=admin_key,
+            id_is_echoed=True,  # by a middleware of Serve's
         )
         await self._host.start()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -13,9 +13,11 @@ from typing import Any
 from kvrouter.deadline import Order
 from kvrouter.policy_router import build_router
 from serving.api import Api
+from serving.api_keys import ApiKeys
 from serving.config import AppConfig
 from serving.control_client import ControlClient
 from serving.coordinator import Coordinator
+from serving.door import Door
 from serving.errors import ModelNotFound
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest, Sink, Ticket
@@ -25,6 +27,7 @@ from serving.metrics import Registry, render
 from serving.registry import Members
 from serving.run import WorkerEntry
 from serving.served_model import ServedModel
+from serving.variant_choice import Offer, choose_variant
 from serving.variant_links import VariantLinks
 from serving.wire import Register
 
@@ -36,8 +39,9 @@ SWEEP_S = 0.25
 class VariantGenerator:
     """Sends each request to a variant of its model; implements `serving.generation.Generator`."""
 
-    def __init__(self, variants: dict[tuple[str, str], VariantLinks], seed: int) -> None:
+    def __init__(self, config: AppConfig, variants: dict[tuple[str, str], VariantLinks], seed: int) -> None:
         self._variants = variants
+        self._prompts = {(m.name, v.name): v.prompt_tokens for m in config.models for v in m.variants}
         self._random = random.Random(seed)
         self.weights: dict[str, dict[str, float]] = {}  # live traffic weights, by model
 
@@ -45,15 +49,15 @@ class VariantGenerator:
         variants = [variant for model, variant in self._variants if model == request.model]
         if not variants:
             raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
-        variant = variants[0] if len(variants) == 1 else self._pick(request.model, variants)
+        variant = self._pick(request.model, variants, len(request.prompt))
         return self._variants[request.model, variant].coordinator.start(request, sink)
 
-    def _pick(self, model: str, variants: list[str]) -> str:
-        """Among those that can answer; without weights the first one of the config takes everything."""
-        able = [v for v in variants if self._variants[model, v].pools()["decode"]]
-        variants = able or variants
-        weights = [self.weights.get(model, {}).get(variant, 0.0) for variant in variants]
-        return self._random.choices(variants, weights)[0] if any(weights) else variants[0]
+    def _pick(self, model: str, variants: list[str], prompt_tokens: int) -> str:
+        offers = [
+            Offer(v, self._prompts[model, v], self._variants[model, v].pools()["decode"] > 0)
+            for v in variants
+        ]
+        return choose_variant(offers, self.weights.get(model, {}), prompt_tokens, self._random)
 
 
 class FrontendHost:
@@ -67,6 +71,7 @@ class FrontendHost:
         key: bytes,
         served: dict[str, ServedModel],
         admin_key: bytes | None = None,
+        id_is_echoed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = Registry({"frontend": me.ident})
@@ -118,17 +123,30 @@ class FrontendHost:
             register=Register(me.kind, me.ident, {}),
             on_settings=self._on_settings,
         )
-        self._generator = VariantGenerator(self.variants, seed=me.epoch)
+        self._generator = VariantGenerator(config, self.variants, seed=me.epoch)
         self.api = Api(
             served,
             self._generator,
             health=self.health,
             metrics=self.scrape,
-            body_limit_bytes=config.frontend.body_limit_bytes,
+            door=self._door(config, admin_key),
             debug={"/debug/router": self.recent_choices},
-            admin_key=admin_key,
+            admin=self.control.ask,
+            id_is_echoed=id_is_echoed,
         )
         self._sweeper: asyncio.Task[None] | None = None
+
+    def _door(self, config: AppConfig, admin_key: bytes | None) -> Door:
+        keys = config.security.api_keys_file
+        return Door(
+            keys=None if keys is None else ApiKeys(keys),
+            admin_key=admin_key,
+            max_inflight=config.frontend.max_inflight,
+            max_inflight_per_key=config.frontend.max_inflight_per_key,
+            body_limit_bytes=config.frontend.body_limit_bytes,
+            body_s=config.deadlines.body_ms / 1e3,
+            on_refused=lambda reason: self._metrics.rejects.inc(labels=(reason,)),
+        )
 
     async def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
@@ -160,7 +178,7 @@ class FrontendHost:
         able = 0
         for key, links in self.variants.items():
             pools = links.pools()
-            able += pools["decode"] > 0
+            able += links.can_answer
             wanted = self._wanted[key]
             degraded += [f"{links.name}/{role}" for role, n in pools.items() if n == 0 and role in wanted]
         status = "ok" if able and not degraded else "degraded" if able else "unavailable"

@@ -28,6 +28,18 @@ class FrontendMetrics:
         self.hit_tokens = registry.counter("prefix_hit_tokens", "Prompt tokens found in a cache")
         self.resumes = registry.counter("resumes", "Requests that went on after an attempt failed")
         self.attempt_failures = registry.counter("attempt_failures", "Attempts that failed")
+        self.retries_refused = registry.counter(
+            "retries_refused", "Failed attempts that were not tried elsewhere, by reason", ("reason",)
+        )
+        self.breaker_openings = registry.counter(
+            "breaker_openings", "Workers that failed requests in a row and are avoided for a while"
+        )
+        self.migrations = registry.counter(
+            "migrations", "Streams moved to another decode worker with their KV, by outcome", ("outcome",)
+        )
+        self.migration_gap = registry.histogram(
+            "migration_gap_seconds", "From the last token of the old worker to the first of the new one"
+        )
         self.deadlines = registry.counter("deadlines_exceeded", "Deadlines passed, by stage", ("stage",))
         self._caches: dict[Labels, CacheEvents] = {}  # by (model, variant)
         variant = ("model", "variant")

@@ -26,6 +26,7 @@ class GenerationRequest:
     session: str | None = None
     timeout_ms: float | None = None  # the client's own limit, if it gave one
     priority: int = 0
+    tenant: str | None = None  # the name of its API key, where keys are configured
 
 
 @dataclass(slots=True)

@@ -11,9 +11,10 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from serving.api_keys import Tenant
 from serving.chat import ChatTemplate
 from serving.engine.base import TOKEN_TYPECODE
 from serving.errors import InvalidRequest
@@ -43,6 +44,7 @@ class RequestHead:
     request_id: str
     session: str | None = None
     timeout_ms: float | None = None
+    tenant: Tenant | None = None
 
 
 class Intake:
@@ -77,11 +79,7 @@ class Intake:
             echo = ""
             if body.echo:
                 echo = given if isinstance(given, str) else model.tokenizer.decode(given)
-            one = (
-                head
-                if len(prompts) == 1
-                else RequestHead(f"{head.request_id}-{i}", head.session, head.timeout_ms)
-            )
+            one = head if len(prompts) == 1 else replace(head, request_id=f"{head.request_id}-{i}")
             pieces.append(_piece(body, model, one, prompt, echo))
         return pieces
 
@@ -130,9 +128,10 @@ def _piece(
         model=model.name,
         prompt=prompt,
         params=sampling_params(body, model, len(prompt)),
-        cache_salt=body.cache_salt or "",
+        cache_salt=body.cache_salt or (head.tenant.salt if head.tenant is not None else ""),
         session=head.session,
         timeout_ms=head.timeout_ms,
+        tenant=head.tenant.name if head.tenant is not None else None,
     )
     hidden = frozenset(request.params.stop_token_ids)
     if not request.params.ignore_eos:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from serving.errors import LinkError
 from serving.link import Identity, Link, LinkHandler, dial
+from serving.log_limit import LogLimit
 from serving.wire import AnyMessage, Beat, Message
 
 log = logging.getLogger("kvrelay.link")
@@ -79,13 +80,15 @@ class KeptLink:
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
+        refusals = LogLimit()
         wait_s = FIRST_RETRY_S
         while True:
             self._lost.clear()
             try:
-                await dial(self.address, self._me, self._key, self, beat=self._beat)
+                await dial(self.address, self._me, self._key, self, beat=self._beat, refusals=refusals)
             except LinkError as error:
-                log.info("no link to %s yet: %s", self.address, error.message)
+                if (more := refusals.pass_on()) is not None:
+                    log.info("no link to %s yet: %s%s", self.address, error.message, more)
             else:
                 opened_s = loop.time()
                 await self._lost.wait()

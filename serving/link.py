@@ -3,9 +3,11 @@
 A connection opens with Hello from both sides, each with a fresh nonce, then Proof: an HMAC-SHA256 over
 both hellos and the direction, keyed by the link key. Nothing else is read before the proof holds, and
 until then a frame may have 4 KiB at most. After it every side sends Beat each `BEAT_S`; a link that was
-silent for `DEAD_S` is aborted (a silent partition is invisible to both sockets).
+silent for `DEAD_S` is aborted (a silent partition is invisible to both sockets), and so is one whose peer
+begins a frame and does not end it within `FRAME_S`.
 
-Frame: u32 little-endian length, then the payload. No pickle crosses a link.
+Frame: u32 little-endian length, then the payload. No pickle crosses a link. A message that does not decode,
+or that its handler cannot take, ends its own link and nothing else.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import msgspec
 
 from serving import __version__, wire
 from serving.errors import FrameRefused, HandshakeRefused, LinkError
+from serving.half_open import HalfOpen
+from serving.log_limit import LogLimit
 from serving.wire import AnyMessage, Beat, Hello, Message, Proof, Refusal
 
 log = logging.getLogger("kvrelay.link")
@@ -34,9 +38,13 @@ BEAT_S = 0.5
 DEAD_S = 2.0
 HANDSHAKE_S = 5.0
 HANDSHAKE_FRAME_BYTES = 4096
-FRAME_BYTES = 64 << 20
+FRAME_BYTES = 32 << 20
+FRAME_S = 30.0  # from a frame's first byte to its last
+REFUSAL_S = 1.0  # how long a refused peer may take to read why
 SEND_BUFFER_BYTES = 64 << 20  # a peer that reads slower than this lags behind is cut off
 NONCE_BYTES = 32
+KINDS = ("frontend", "worker", "control")
+IDENT_CHARS = 256
 
 _LENGTH = struct.Struct("<I")
 
@@ -85,6 +93,8 @@ class Link(asyncio.Protocol):
         *,
         dialled: bool,
         beat: Callable[[], Beat] = Beat,
+        half_open: HalfOpen[Link] | None = None,
+        refusals: LogLimit | None = None,
     ) -> None:
         self.me = me
         self.peer: Hello | None = None
@@ -94,6 +104,8 @@ class Link(asyncio.Protocol):
         self._handler = handler
         self._dialled = dialled
         self._beat = beat
+        self._half_open: HalfOpen[Link] = HalfOpen() if half_open is None else half_open
+        self._refusals = refusals or LogLimit()
         self._state = _State.HELLO
         self._buffer = bytearray()
         self._limit = HANDSHAKE_FRAME_BYTES
@@ -101,6 +113,7 @@ class Link(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._heard_s = 0.0
+        self._begun_s: float | None = None  # when the frame began whose rest is still to come
         self._hello = Hello(
             wire=me.wire_version,
             oldest_wire=wire.OLDEST_WIRE_VERSION,
@@ -130,8 +143,8 @@ class Link(asyncio.Protocol):
         )
 
     def send(self, message: Message) -> None:
-        """Queue one frame; silently dropped when the link is closed (its owner hears `on_lost`), or when the
-        peer is too old to know the message."""
+        """Queue one frame; silently dropped when the link is closed (its owner hears `on_lost`), or when
+        the peer is too old to know the message."""
         if self._state is _State.OPEN and (message.since == 1 or message.since <= self.wire_version):
             self._write(message)
 
@@ -152,6 +165,10 @@ class Link(asyncio.Protocol):
         if self._state is _State.CLOSED:
             self._transport.abort()
             return
+        host, *_ = transport.get_extra_info("peername") or ("?",)
+        surplus = self._half_open.add(self, host)
+        if surplus is not None:
+            surplus._refuse("too many connections wait for their handshake")
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -180,10 +197,15 @@ class Link(asyncio.Protocol):
             return
         if start:
             del buffer[:start]
+        if not buffer:
+            self._begun_s = None
+        elif start or self._begun_s is None:
+            self._begun_s = self._heard_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         was_open = self._state is _State.OPEN
         self._state = _State.CLOSED
+        self._half_open.remove(self)
         if self._timer is not None:
             self._timer.cancel()
         self._buffer.clear()
@@ -192,14 +214,17 @@ class Link(asyncio.Protocol):
             self.opened.set_exception(HandshakeRefused(reason))
             self.opened.exception()  # a server has nobody waiting for it
         if was_open:
-            self._handler.on_lost(self, reason)
+            try:
+                self._handler.on_lost(self, reason)
+            except Exception:
+                log.exception("link to %s: its loss was not taken note of", self.name)
 
     # -- inside
 
     def _decode(self, payload: bytes) -> AnyMessage:
         try:
             return wire.decode(payload)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameRefused(f"bytes that are no message: {error}") from None
 
     def _receive(self, message: AnyMessage) -> None:
@@ -207,7 +232,7 @@ class Link(asyncio.Protocol):
             if isinstance(message, Beat):
                 self.peer_beat = message
             else:
-                self._handler.on_message(self, message)
+                self._guarded(type(message), self._handler.on_message, self, message)
         elif isinstance(message, Refusal):
             raise HandshakeRefused(f"{self.name} refused the link: {message.reason[:200]}")
         elif self._state is _State.HELLO and isinstance(message, Hello):
@@ -217,9 +242,23 @@ class Link(asyncio.Protocol):
         else:
             raise HandshakeRefused(f"{type(message).__name__} during the handshake")
 
+    def _guarded(self, kind: type[Message], call: Callable[..., None], *arguments: object) -> None:
+        """A peer that passed the handshake can still send what its handler did not think of."""
+        try:
+            call(*arguments)
+        except LinkError:
+            raise
+        except Exception:
+            if (more := self._refusals.pass_on()) is not None:
+                log.exception("link to %s: %s could not be handled%s", self.name, kind.__name__, more)
+            raise FrameRefused(f"{kind.__name__} could not be handled") from None
+
     def _on_hello(self, hello: Hello) -> None:
         if len(hello.nonce) != NONCE_BYTES or hello.nonce == self._hello.nonce:
             raise HandshakeRefused("a hello without a nonce of its own")
+        texts = (hello.kind, hello.ident, hello.package)
+        if hello.kind not in KINDS or not all(t.isprintable() and len(t) <= IDENT_CHARS for t in texts):
+            raise HandshakeRefused("a hello of nobody we know")
         if hello.wire < wire.OLDEST_WIRE_VERSION or hello.oldest_wire > self.me.wire_version:
             raise HandshakeRefused(
                 f"wire versions {hello.oldest_wire}..{hello.wire} (package {hello.package}) do not meet "
@@ -236,12 +275,13 @@ class Link(asyncio.Protocol):
             raise HandshakeRefused("wrong link key")
         self._state = _State.OPEN
         self._limit = FRAME_BYTES
+        self._half_open.remove(self)
         if self._timer is not None:
             self._timer.cancel()
         self._tick(asyncio.get_running_loop().time())
         if not self.opened.done():
             self.opened.set_result(None)
-        self._handler.on_open(self)
+        self._guarded(Proof, self._handler.on_open, self)
 
     def _mac(self, signer: Hello, other: Hello, signer_dialled: bool) -> bytes:
         direction = b"dialler" if signer_dialled else b"listener"
@@ -263,8 +303,12 @@ class Link(asyncio.Protocol):
         now = loop.time()
         if now - due_s > BEAT_S:
             self._heard_s = now
+            self._begun_s = None if self._begun_s is None else now
         elif now - self._heard_s > DEAD_S:
             self.close(f"silent for {now - self._heard_s:.1f} s")
+            return
+        elif self._begun_s is not None and now - self._begun_s > FRAME_S:
+            self.close(f"a frame that does not end within {FRAME_S:.0f} s")
             return
         self._write(self._beat())
         due = now + BEAT_S
@@ -275,11 +319,13 @@ class Link(asyncio.Protocol):
 
     def _refuse(self, reason: str) -> None:
         """Tell the peer why, then close. A refused peer is logged once, without its bytes."""
-        log.warning("link to %s refused: %s", self.name, reason)
+        if (more := self._refusals.pass_on()) is not None:
+            log.warning("link to %s refused: %s%s", self.name, reason, more)
         self._reason = reason
         if self._state is not _State.CLOSED and self._transport is not None:
             self._write(Refusal(reason[:200]))
             self._transport.close()
+            asyncio.get_running_loop().call_later(REFUSAL_S, self._transport.abort)
             if self._state is not _State.OPEN:
                 self._state = _State.CLOSED
 
@@ -292,6 +338,7 @@ async def dial(
     *,
     timeout_s: float = DEAD_S,
     beat: Callable[[], Beat] = Beat,
+    refusals: LogLimit | None = None,
 ) -> Link:
     """An open link to `host:port`. Raises LinkError when the peer cannot be reached or refuses."""
     host, _, port = address.rpartition(":")
@@ -300,7 +347,7 @@ async def dial(
     try:
         async with asyncio.timeout(timeout_s):
             _, link = await loop.create_connection(
-                lambda: Link(me, key, handler, dialled=True, beat=beat), host, int(port)
+                lambda: Link(me, key, handler, dialled=True, beat=beat, refusals=refusals), host, int(port)
             )
             await asyncio.shield(link.opened)
     except TimeoutError:
@@ -325,6 +372,8 @@ class LinkServer:
         self._beat = beat
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
+        self._half_open: HalfOpen[Link] = HalfOpen()
+        self._refusals = LogLimit()
         self._stopped = False
 
     async def start(self, host: str, port: int = 0) -> str:
@@ -342,7 +391,15 @@ class LinkServer:
             await asyncio.sleep(0)  # their `on_lost` comes with the loop's next turn
 
     def _accept(self) -> Link:
-        link = Link(self._me, self._key, self._handler, dialled=False, beat=self._beat)
+        link = Link(
+            self._me,
+            self._key,
+            self._handler,
+            dialled=False,
+            beat=self._beat,
+            half_open=self._half_open,
+            refusals=self._refusals,
+        )
         self._links.add(link)
         if self._stopped:  # accepted by the kernel before
             link.close("the process is stopping")

@@ -82,10 +82,10 @@ def resolve_weights(
     source = known.get(weights)
     if source is None:
         return _checked_directory(weights, known)
-    models = (cache_dir or default_cache_dir()) / "models"
-    final = models / f"{weights}-v{CONVERSION}"
+    final = _known_directory(weights, cache_dir)
     if final.is_dir():
         return final
+    models = final.parent
     gguf = _installed_file(weights, source)
     try:
         models.mkdir(parents=True, exist_ok=True)
@@ -99,6 +99,16 @@ def resolve_weights(
             "KVRELAY_CACHE names another place"
         ) from error
     return final
+
+
+def prepared_directory(weights: str, *, cache_dir: Path | None = None) -> Path | None:
+    """Where a known model is, if it was prepared on this machine before; prepares nothing."""
+    final = _known_directory(weights, cache_dir)
+    return final if final.is_dir() else None
+
+
+def _known_directory(weights: str, cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()) / "models" / f"{weights}-v{CONVERSION}"
 
 
 def _checked_directory(weights: str, known: Mapping[str, Source]) -> Path:

@@ -9,10 +9,10 @@ from enum import Enum
 
 from serving.engine.base import FinishReason, Mode, TokenLogprobs
 from serving.generation import GenerationInfo, GenerationRequest, Sink
-from serving.wire import Message
+from serving.wire import WIRE_VERSION, Message
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerEntry:
     """A linked worker, as the coordinator needs it."""
 
@@ -20,6 +20,8 @@ class WorkerEntry:
     epoch: int
     address: str
     send: Callable[[Message], None]
+    wire_version: int = WIRE_VERSION
+    waiting: int | None = None  # its requests that do not run, as it last said
 
 
 class Stage(str, Enum):
@@ -27,7 +29,8 @@ class Stage(str, Enum):
 
     QUEUE = "queue"  # sent, not yet scheduled
     PREFILL = "prefill"  # scheduled, no token yet
-    FIRST_DECODE = "first_token"  # prefill's token is out, decode's first is not
+    TRANSFER = "transfer"  # prefill's token is out, its KV is not at the decode worker yet
+    FIRST_DECODE = "first_token"  # the KV is there, decode's first token is not out
     DECODE = "decode"
 
 
@@ -37,6 +40,16 @@ class Attempt:
     worker: str
     mode: Mode
     computed: bool = False  # the prompt is; a prefill attempt is then its reader's business
+
+
+@dataclass(slots=True)
+class Move:
+    """A run on its way from one decode worker to another; it goes on at the source meanwhile."""
+
+    source: int  # attempts
+    target: int
+    since_s: float
+    left: bool = False  # the source gave it up
 
 
 class Run:
@@ -53,6 +66,8 @@ class Run:
         "info",
         "last_s",
         "logprobs",
+        "move",
+        "move_after_s",
         "next_position",
         "pending",
         "pending_logprobs",
@@ -83,6 +98,8 @@ class Run:
         self.pending_logprobs: list[TokenLogprobs] = []
         self.final: FinishReason | None = None  # the finish waits until the tokens before it are out
         self.ended = False
+        self.move: Move | None = None
+        self.move_after_s = 0.0  # no new move before
         self.logprobs = request.params.logprobs is not None
         self.started_s = now_s
         self.last_s = now_s

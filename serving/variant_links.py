@@ -1,7 +1,8 @@
 """A frontend's links to the workers of one variant, and what follows from a link opening or breaking.
 
-Membership (Serve) says who may be placed on; the link says who can be. A worker that leaves the
-membership gets no new requests and keeps its streams; its link goes when the last of them ended.
+Membership (Serve) says who may be placed on; the link says who can be. A worker that leaves the membership,
+or says that it drains, gets new requests only when nobody else is left; its streams move to other workers,
+and what cannot move ends there. A departed worker's link goes when the last of them ended.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrouter.router import Router, WorkerView
 from serving.coordinator import Coordinator
@@ -17,7 +18,17 @@ from serving.kept_link import KeptLink
 from serving.link import Identity, Link
 from serving.registry import Members
 from serving.run import WorkerEntry
-from serving.wire import AnyMessage, PeerAddress, Peers, Snapshot, SnapshotRequest, Step
+from serving.step_check import check_step
+from serving.wire import (
+    AnyMessage,
+    Draining,
+    LoadReport,
+    PeerAddress,
+    Peers,
+    Snapshot,
+    SnapshotRequest,
+    Step,
+)
 
 log = logging.getLogger("kvrelay.frontend")
 
@@ -27,16 +38,26 @@ EMPTY_LIST_S = 10.0  # an empty membership is believed only after this long, whi
 @dataclass(slots=True)
 class _Worker:
     ident: str
-    role: str  # prefill | decode
+    pool: str  # prefill | decode: Serve's deployment
     epoch: int
     layout: str
     address: str
     view: WorkerView
     kept: KeptLink | None = None
     member: bool = True
+    draining: bool = False  # it asked for no more requests
     hung: bool = False  # linked or not, it gets nothing until its engine moves
     step: int = 0
     step_s: float = 0.0  # when the step counter last moved, or work last was not runnable
+
+    @property
+    def role(self) -> str:
+        """What it does now: that of its pool, unless it is lent to the other one."""
+        return self.view.role
+
+    @property
+    def leaving(self) -> bool:
+        return self.draining or not self.member
 
 
 class VariantLinks:
@@ -70,38 +91,37 @@ class VariantLinks:
 
     # ------------------------------------------------------------ membership
 
-    def update(self, role: str, members: Members) -> None:
+    def update(self, pool: str, members: Members) -> None:
         """Serve's list of one pool. Arrivals are dialled, departures no longer placed on."""
         present = {ident: meta for ident, meta in members.items() if meta.get("address")}
-        if not present and self._linked(role):
-            self._emptied.setdefault(role, self._clock())
+        if not present and self._linked(pool):
+            self._emptied.setdefault(pool, self._clock())
             return
-        self._emptied.pop(role, None)
+        self._emptied.pop(pool, None)
         for ident, meta in present.items():
             known = self._workers.get(ident)
             if known is not None and known.epoch != int(str(meta["epoch"])):
                 self._drop(known)  # another incarnation under the same name
                 known = None
             if known is None:
-                self._add(ident, role, meta)
+                self._add(ident, pool, meta)
             elif not known.member:
                 known.member = True
-                if ident in self._entries:
-                    self._router.add_worker(known.view)
+                self._show(known)
         for worker in list(self._workers.values()):
-            if worker.role == role and worker.ident not in present:
+            if worker.pool == pool and worker.ident not in present:
                 self._depart(worker)
 
-    def _add(self, ident: str, role: str, meta: dict[str, object]) -> None:
+    def _add(self, ident: str, pool: str, meta: dict[str, object]) -> None:
         worker = _Worker(
             ident=ident,
-            role=role,
+            pool=pool,
             epoch=int(str(meta["epoch"])),
             layout=str(meta["layout"]),
             address=str(meta["address"]),
             view=WorkerView(
                 ident=ident,
-                role=role,
+                role=pool,
                 block_tokens=int(str(meta["block_tokens"])),
                 total_blocks=int(str(meta["total_blocks"])),
                 max_batch=int(str(meta["max_batch"])),
@@ -113,16 +133,29 @@ class VariantLinks:
 
     def _depart(self, worker: _Worker) -> None:
         if worker.member:
-            log.info("%s: %s worker %s leaves; its streams go on", self.name, worker.role, worker.ident)
+            log.info("%s: %s worker %s leaves; its streams move", self.name, worker.role, worker.ident)
         worker.member = False
-        self._router.remove_worker(worker.ident)
-        if not self.coordinator.uses(worker.ident):
-            self._drop(worker)
+        self._show(worker)
+        self._empty(worker)
+
+    def _show(self, worker: _Worker) -> None:
+        """Tell the router what `worker` is by now."""
+        if worker.ident in self._entries:
+            worker.view = replace(worker.view, draining=worker.leaving)
+            self._router.add_worker(worker.view)
+
+    def _empty(self, worker: _Worker) -> bool:
+        """Move what runs on a leaving worker. False: it had departed, and its link went with the last of it."""
+        if self.coordinator.move_from(worker.ident) or worker.member:
+            return True
+        self._drop(worker)
+        return False
 
     def _drop(self, worker: _Worker) -> None:
         """Its link goes now; whatever still runs over it goes on elsewhere."""
         self._workers.pop(worker.ident, None)
         self._unlink(worker)
+        self.coordinator.forget_worker(worker.ident)
         if worker.kept is not None:
             task = asyncio.get_running_loop().create_task(worker.kept.stop())
             self._stopping.add(task)
@@ -143,9 +176,11 @@ class VariantLinks:
         if worker.hung:
             return  # its beats decide, in `sweep`
         worker.step_s = self._clock()
-        self._entries[worker.ident] = WorkerEntry(worker.ident, worker.epoch, worker.address, link.send)
-        if worker.member:
-            self._router.add_worker(worker.view)
+        self._entries[worker.ident] = WorkerEntry(
+            worker.ident, worker.epoch, worker.address, link.send, link.wire_version
+        )
+        worker.draining = False  # it says so again if it does
+        self._show(worker)
         log.info("%s: linked to %s worker %s at %s", self.name, worker.role, worker.ident, worker.address)
         link.send(SnapshotRequest())
         self._share_peers()
@@ -172,16 +207,36 @@ class VariantLinks:
             if not self._router.on_snapshot(worker.ident, worker.epoch, message):
                 link.send(SnapshotRequest())
             return
+        if isinstance(message, Draining):
+            self._on_draining(worker, message.on)
+            return
         if not isinstance(message, Step):
             link.close(f"{type(message).__name__} is not for a frontend")
             return
+        check_step(message)
         if message.events is not None and not self._router.on_events(
             worker.ident, worker.epoch, message.events
         ):
             link.send(SnapshotRequest())
         if message.load is not None:
-            self._router.on_load(worker.ident, message.load, self._clock())
+            self._on_load(worker, message.load)
         self.coordinator.on_step(message)
+
+    def _on_draining(self, worker: _Worker, on: bool) -> None:
+        log.info("%s: %s worker %s %s", self.name, worker.role, worker.ident, "drains" if on else "is back")
+        worker.draining = on
+        self._show(worker)
+        if on:
+            self._empty(worker)
+
+    def _on_load(self, worker: _Worker, load: LoadReport) -> None:
+        self._entries[worker.ident].waiting = load.waiting
+        if load.role and load.role != worker.role:
+            log.info("%s: worker %s now plays %s", self.name, worker.ident, load.role)
+            worker.view = replace(worker.view, role=load.role)
+            self._show(worker)
+            self._share_peers()
+        self._router.on_load(worker.ident, load, self._clock())
 
     def _share_peers(self) -> None:
         """Tell whoever may read of the prefill workers, so that agents connect ahead of need."""
@@ -204,15 +259,14 @@ class VariantLinks:
         now = self._clock()
         for ident in self._router.sweep(now):
             log.warning("%s: %s serves and sends no KV events; predicting its cache", self.name, ident)
-        for role, since in list(self._emptied.items()):
+        for pool, since in list(self._emptied.items()):
             if now - since > EMPTY_LIST_S:
-                del self._emptied[role]
+                del self._emptied[pool]
                 for worker in list(self._workers.values()):
-                    if worker.role == role:
+                    if worker.pool == pool:
                         self._depart(worker)
         for worker in list(self._workers.values()):
-            if not worker.member and not self.coordinator.uses(worker.ident):
-                self._drop(worker)
+            if worker.leaving and not self._empty(worker):
                 continue
             link = worker.kept.link if worker.kept is not None else None
             if link is None:
@@ -229,14 +283,19 @@ class VariantLinks:
                 worker.hung = True
                 link.close(f"hung: work is runnable, no step for {self._silence_s:.1f} s")
 
-    def _linked(self, role: str) -> bool:
-        return any(w.role == role and w.ident in self._entries for w in self._workers.values())
+    def _linked(self, pool: str) -> bool:
+        return any(w.pool == pool and w.ident in self._entries for w in self._workers.values())
+
+    @property
+    def can_answer(self) -> bool:
+        """Some decode worker is linked, be it a leaving one."""
+        return any(w.role == "decode" and w.ident in self._entries for w in self._workers.values())
 
     def pools(self) -> dict[str, int]:
-        """Linked members by pool."""
+        """Linked workers by role that are not leaving."""
         counts = {"prefill": 0, "decode": 0}
         for worker in self._workers.values():
-            if worker.member and worker.ident in self._entries:
+            if not worker.leaving and worker.ident in self._entries:
                 counts[worker.role] += 1
         return counts
 

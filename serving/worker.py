@@ -56,6 +56,7 @@ class Worker:
             key=key,
             deadlines=config.deadlines,
             registry=registry,
+            health=config.health,
         )
         self._address = await self._host.start(link_host(config.link), config.link.port)
         labels = {"model": model, "variant": variant, "pool": role}

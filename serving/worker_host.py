@@ -2,8 +2,8 @@
 
 The engine's thread hands over one StepOutput a step; whatever queued up since the last turn of the event
 loop leaves as one frame per frontend. Messages of frontends become engine verbs; messages of readers go to
-the prefill role, answers of owners to the KV reader. Every worker has both roles: which one its pool
-plays decides only what the router sends it.
+the move role if they are about what decodes here, else to the prefill role; answers of owners to the KV
+reader. Every worker has all roles: what its pool plays decides only what the router sends it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
+from decode.counters import MoveCounters
+from decode.moves import MoveRole
 from decode.role import DecodeRole
 from prefill.pull import PullRole
 from prefill.role import PrefillRole
-from serving.config import Deadlines
-from serving.engine.base import AttemptId, Engine, EngineDied, Mode, StepOutput, StoredRun, Work
+from serving.canary import Canary
+from serving.config import Deadlines, HealthConfig
+from serving.engine.base import AttemptId, Engine, EngineDied, Mode, StepOutput, StoredRun
 from serving.kv.io import KvIo
 from serving.kv.peer_link import PeerLinks
 from serving.kv.reader import KvReader
@@ -26,6 +29,7 @@ from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
 from serving.metrics import Registry
 from serving.outbox import Outbox, Outgoing
+from serving.submitted import read_submit
 from serving.wire import (
     AnyMessage,
     Attach,
@@ -34,12 +38,14 @@ from serving.wire import (
     Cancel,
     Confirm,
     Detach,
+    Draining,
     Ended,
     Lend,
     LoadReport,
     Logprobs,
     PeerHello,
     Peers,
+    Ready,
     Renew,
     Snapshot,
     SnapshotRequest,
@@ -47,14 +53,14 @@ from serving.wire import (
     Stored,
     Submit,
     pack_u64,
-    unpack_u32,
 )
 from serving.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("kvrelay.worker")
 
+MOST_ATTEMPTS = 1 << 16  # at once, of all frontends
 LOAD_PERIOD_S = 0.02  # steps can be shorter than anybody can use a report
-READER_MESSAGES = (PeerHello, Attach, Lend, Renew, Confirm, Detach)
+READER_MESSAGES = (PeerHello, Attach, Lend, Ready, Renew, Confirm, Detach)
 
 
 @dataclass(slots=True)
@@ -78,6 +84,7 @@ class WorkerHost:
         key: bytes,
         deadlines: Deadlines,
         registry: Registry,
+        health: HealthConfig | None = None,
     ) -> None:
         self.me = me
         self.role = role
@@ -86,6 +93,7 @@ class WorkerHost:
         self._loop = asyncio.get_running_loop()
         self._server = LinkServer(me, key, self, beat=self._beat)
         self._frontends: set[Link] = set()
+        self._snapshots: set[Link] = set()  # being made for these
         self._owners: dict[AttemptId, Link] = {}
         self._modes: dict[AttemptId, Mode] = {}
         self._outputs: deque[StepOutput | _Chains] = deque()
@@ -93,6 +101,7 @@ class WorkerHost:
         self._event_seq = 0
         self._load_sent_s = 0.0
         self._last = Beat()
+        self._draining = False
         self.peers = PeerLinks(
             me=me,
             dial=lambda address, handler: dial(address, me, key, handler, beat=self._beat),
@@ -107,20 +116,33 @@ class WorkerHost:
             deadlines=deadlines,
             on_failed=self._on_read_failed,
             on_unneeded=self._forget,
+            on_arrived=self._on_kv_arrived,
         )
         self.pulls = PullRole(engine=engine, reader=self.reader, on_failed=self._on_read_failed)
         self.metrics = WorkerMetrics(registry, self)
+        self.canary = Canary(self, health or HealthConfig(), registry)
+        self.moves = MoveRole(
+            engine=engine,
+            kv_io=kv_io,
+            deadlines=deadlines,
+            runs=lambda attempt: self._modes.get(attempt, Mode.PREFILL) is not Mode.PREFILL,
+            on_moved=self._on_moved,
+            on_pause=self.metrics.migration_pause.observe,
+        )
 
     async def start(self, host: str, port: int = 0) -> str:
         """Register the pool, start the engine, listen; returns the address to publish."""
         await self.kv_io.open(self.engine.memory)
         self.engine.start(self._on_engine_step)
         self.prefill.start()
+        self.canary.start()
         return await self._server.start(host, port)
 
     async def stop(self) -> None:
+        await self.canary.stop()
         await self._server.stop()
         await self.reader.stop()
+        self.moves.stop()
         await self.prefill.stop()
         await self.peers.stop()
         await asyncio.to_thread(self.engine.stop)
@@ -136,9 +158,28 @@ class WorkerHost:
         """Somebody waits for tokens, reads our KV or may still write into it."""
         return bool(self._owners) or not self.prefill.idle or not self.reader.idle
 
+    def drain(self) -> None:
+        """Ask every frontend, later ones too, to place nothing here and to move elsewhere what is here.
+        Nothing is refused: what comes all the same is served. Until `undrain`; idempotent."""
+        self._set_draining(True)
+
+    def undrain(self) -> None:
+        """Idempotent."""
+        self._set_draining(False)
+
+    def _set_draining(self, on: bool) -> None:
+        if self._draining is not on:
+            self._draining = on
+            for link in self._frontends:
+                link.send(Draining(on))
+
     @property
     def leases(self) -> int:
         return self.prefill.counters.leases_held
+
+    @property
+    def reads_in_flight(self) -> int:
+        return self.kv_io.reads_in_flight
 
     @property
     def transfers(self) -> TransferCounters:
@@ -149,6 +190,10 @@ class WorkerHost:
         return sum(self.decode.counters.failures.values())
 
     @property
+    def migrations(self) -> dict[str, MoveCounters]:
+        return {"in": self.decode.moves, "out": self.moves.counters}
+
+    @property
     def n_pulls(self) -> int:
         return self.pulls.counters.pulls
 
@@ -156,10 +201,15 @@ class WorkerHost:
     def pull_failures(self) -> int:
         return sum(self.pulls.counters.failures.values())
 
+    def play(self, role: str) -> None:
+        """From now on this is what it says it does: prefill or decode. It can do both all the time."""
+        self.role = role
+        self._load_sent_s = 0.0
+        self._schedule_flush()
+
     def check_alive(self) -> None:
-        """Raises EngineDied when this worker can do nothing any more."""
-        if self.engine.died is not None:
-            raise EngineDied(f"the engine died: {self.engine.died!r}")
+        """Raises EngineDied when this worker should be replaced."""
+        self.canary.check()
 
     # ------------------------------------------------------------ links
 
@@ -167,15 +217,19 @@ class WorkerHost:
         if link.peer is not None and link.peer.kind == "frontend":
             self._frontends.add(link)
             self._load_sent_s = 0.0
+            if self._draining:
+                link.send(Draining(True))
             self._schedule_flush()
 
     def on_lost(self, link: Link, reason: str) -> None:
         """Nobody waits for that frontend's attempts any more; a reader's leases run out by themselves."""
+        self._snapshots.discard(link)
         if link in self._frontends:
             self._frontends.discard(link)
             for attempt in [a for a, owner in self._owners.items() if owner is link]:
                 self._cancel(attempt)
         else:
+            self.moves.on_reader_lost(link)
             self.prefill.on_reader_lost(link)
         log.info("link from %s lost: %s", link.name, reason)
 
@@ -186,25 +240,35 @@ class WorkerHost:
             if self._owners.get(AttemptId(message.attempt), link) is link:
                 self._cancel(AttemptId(message.attempt))
         elif isinstance(message, READER_MESSAGES):
-            self.prefill.on_message(link, message)
+            if not self.moves.on_message(link, message):
+                self.prefill.on_message(link, message)
         elif isinstance(message, Peers):
             self.peers.warm([p for p in message.peers if p.ident != self.me.ident])
         elif isinstance(message, SnapshotRequest):
-            self.engine.request_snapshot(partial(self._on_snapshot, link))
+            if link not in self._snapshots:  # one at a time: each costs the engine's thread a look at all
+                self._snapshots.add(link)
+                self.engine.request_snapshot(partial(self._on_snapshot, link))
         else:
             link.close(f"{type(message).__name__} is not for a worker")
 
     def _beat(self) -> Beat:
-        return self._last
+        return Beat(self._last.step, self._last.runnable, self.canary.ill)
+
+    def work_is_runnable(self) -> None:
+        """Until the engine says otherwise: one that hangs in its very next step says nothing at all."""
+        self._last = Beat(self._last.step, runnable=True)
 
     # ------------------------------------------------------------ requests
 
     def _submit(self, link: Link, submit: Submit) -> None:
         attempt = AttemptId(submit.attempt)
-        if attempt in self._owners:
+        if attempt in self._owners or self.prefill.has(attempt):
             return  # a repeated frame
+        if len(self._owners) >= MOST_ATTEMPTS:
+            link.send(Step(ended=[Ended(attempt, "", "too many attempts", retryable=True)]))
+            return
         try:
-            work = self._work(submit)
+            work = read_submit(submit, self.engine, self.me.epoch)
         except ValueError as error:
             link.send(Step(ended=[Ended(submit.attempt, "", f"malformed submit: {error}")]))
             return
@@ -218,41 +282,16 @@ class WorkerHost:
             self.pulls.accept(submit)
         try:
             self.engine.submit(work)
-            # Until the engine says otherwise: one that hangs in its very next step says nothing at all.
-            self._last = Beat(self._last.step, runnable=True)
-        except EngineDied as error:
+            self.work_is_runnable()
+        except (EngineDied, ValueError) as error:
             self._cancel(attempt)
-            link.send(Step(ended=[Ended(attempt, "", str(error), retryable=True)]))
-
-    def _work(self, submit: Submit) -> Work:
-        """Raises ValueError for what no honest frontend sends."""
-        tokens = unpack_u32(submit.tokens)
-        mode = Mode(submit.mode)
-        if not 1 <= submit.n_prompt <= len(tokens):
-            raise ValueError(f"n_prompt {submit.n_prompt} of {len(tokens)} tokens")
-        if len(tokens) >= self.engine.context_tokens:
-            raise ValueError(f"{len(tokens)} tokens; the context has {self.engine.context_tokens}")
-        if mode is Mode.DECODE and submit.handoff is None:
-            raise ValueError("decode without a hand-off")
-        pull_tokens = 0
-        if submit.pull is not None and mode is not Mode.DECODE and submit.pull.epoch != self.me.epoch:
-            whole = min(submit.pull.tokens, len(tokens) - 1) // self.engine.block_tokens
-            pull_tokens = whole * self.engine.block_tokens
-        return Work(
-            attempt=AttemptId(submit.attempt),
-            mode=mode,
-            tokens=tokens,
-            n_prompt=submit.n_prompt,
-            params=submit.params,
-            namespace=submit.namespace,
-            priority=submit.priority,
-            pull_tokens=pull_tokens,
-        )
+            link.send(Step(ended=[Ended(attempt, "", str(error), isinstance(error, EngineDied))]))
 
     def _cancel(self, attempt: AttemptId) -> None:
         """In whatever state; of a prefill that was handed over the lease may be left."""
         if self._modes.get(attempt, Mode.PREFILL) is Mode.PREFILL:
             self.prefill.cancel(attempt)
+        self.moves.cancel(attempt)
         if not self.reader.cancel(attempt):  # who waits for KV knows whether a read is in flight
             self.engine.cancel(attempt)
         self._forget(attempt)
@@ -260,6 +299,19 @@ class WorkerHost:
     def _forget(self, attempt: AttemptId) -> None:
         self._modes.pop(attempt, None)
         self._owners.pop(attempt, None)
+
+    def _on_moved(self, attempt: AttemptId) -> None:
+        """All its tokens have left: the last chunk came after them."""
+        link = self._owners.get(attempt)
+        self._forget(attempt)
+        if link is not None:
+            link.send(Step(ended=[Ended(attempt, "moved")]))
+
+    def _on_kv_arrived(self, attempt: AttemptId) -> None:
+        """Of a hand-off this is when it begins for its frontend: the transfer's deadline is over."""
+        link = self._owners.get(attempt)
+        if link is not None:
+            link.send(Step(begun=[Begun(attempt, 0)]))
 
     def _on_read_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
         """The role freed its blocks."""
@@ -296,6 +348,7 @@ class WorkerHost:
                 going = Outgoing(self._frontends)
                 chains = [Stored(run.parent, pack_u64(list(run.hashes))) for run in output.runs]
                 output.link.send(Snapshot(self._event_seq, chains))
+                self._snapshots.discard(output.link)
                 continue
             if going.undone_by(output):
                 self._send(going)
@@ -303,6 +356,7 @@ class WorkerHost:
             self._sort(output, going.outboxes)
             going.add_events(output)
             self.metrics.on_step(output)
+            self.canary.on_step(output)
             self._last = Beat(output.load.step, output.load.runnable)
         self._send(going)
 
@@ -338,16 +392,24 @@ class WorkerHost:
                 outbox.tokens.append(output.tokens[row])
         for started in output.started:
             link = owners.get(started.attempt)
-            if link in outboxes:
+            if link in outboxes and self._modes.get(started.attempt) is not Mode.DECODE:
                 outboxes[link].begun.append(Begun(started.attempt, started.n_cached))
+        for moved in output.moved:
+            self.reader.on_engine_moved(moved)
         for finished in output.finished:
             self._ended(outboxes, finished.attempt, Ended(finished.attempt, finished.reason.value))
+            self.moves.on_finished(finished.attempt)
             self.reader.on_engine_finished(finished.attempt)
         for failed in output.failed:
-            self._ended(outboxes, failed.attempt, Ended(failed.attempt, "", failed.message))
+            ended = Ended(failed.attempt, "", failed.message, failed.retryable)
+            self._ended(outboxes, failed.attempt, ended)
+            self.moves.on_failed(failed.attempt, failed.message)
             self.prefill.on_failed(failed.attempt, failed.message)
             self.reader.on_engine_failed(failed.attempt)
         for chunk in output.chunks:
+            if chunk.share:
+                self.moves.on_chunk(chunk)
+                continue
             self.prefill.on_chunk(chunk)
             if chunk.last:  # its token is on its way: from now on it is its reader's
                 self._forget(chunk.attempt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from decode.counters import MoveCounters
 from serving.engine.base import Engine, Load, StepOutput
 from serving.kv.transfer import TransferCounters
 from serving.metrics import Labels, Registry
@@ -23,10 +24,16 @@ class Measured(Protocol):
     def leases(self) -> int: ...
 
     @property
+    def reads_in_flight(self) -> int: ...
+
+    @property
     def transfers(self) -> TransferCounters: ...
 
     @property
     def handoff_failures(self) -> int: ...
+
+    @property
+    def migrations(self) -> dict[str, MoveCounters]: ...
 
     @property
     def n_pulls(self) -> int: ...
@@ -43,6 +50,14 @@ class WorkerMetrics:
         self.load: Load | None = None
         self.step_seconds = registry.histogram("step_seconds", "Engine steps")
         self.batch = registry.histogram("batch_size", "Sequences in the batch, by step", BATCH_BUCKETS)
+        self.migration_pause = registry.histogram(
+            "migration_pause_seconds", "Pauses of attempts that a peer took over or meant to"
+        )
+        self._live_handoffs = registry.counter(
+            "live_handoffs",
+            "Attempts that went on at a peer or were to, by outcome",
+            ("direction", "outcome"),
+        )
         self._totals = {
             name: registry.counter(name, help)
             for name, help in (
@@ -62,6 +77,7 @@ class WorkerMetrics:
                 ("handoff_read_failures", "Reads from peers that failed"),
                 ("handoff_read_seconds", "Time of reads from peers, summed"),
                 ("handoff_failures", "Hand-offs that failed, for any reason"),
+                ("live_handoff_bytes", "KV bytes read of attempts that were taken over live"),
                 ("pulls", "Prefixes read from a peer's cache"),
                 ("pull_failures", "Pulls that brought nothing, for any reason"),
             )
@@ -70,6 +86,9 @@ class WorkerMetrics:
         registry.gauge("kv_blocks", "KV blocks, by state", self._blocks, ("state",))
         registry.gauge("attempts", "Attempts in flight", lambda: {(): worker.attempts})
         registry.gauge("leases", "KV leases held for readers", lambda: {(): worker.leases})
+        registry.gauge(
+            "reads_in_flight", "Reads from peers under way", lambda: {(): worker.reads_in_flight}
+        )
         registry.gauge("queue", "Sequences, by state", self._queue, ("state",))
 
     def on_step(self, output: StepOutput) -> None:
@@ -111,8 +130,12 @@ class WorkerMetrics:
             "handoff_read_failures": transfers.failures,
             "handoff_read_seconds": transfers.seconds,
             "handoff_failures": self._worker.handoff_failures,
+            "live_handoff_bytes": self._worker.migrations["in"].bytes,
             "pulls": self._worker.n_pulls,
             "pull_failures": self._worker.pull_failures,
         }
         for name, value in values.items():
             self._totals[name].set_total(value)
+        for direction, moves in self._worker.migrations.items():
+            for outcome, n in moves.outcomes.items():
+                self._live_handoffs.set_total(n, (direction, outcome))

@@ -13,13 +13,18 @@ How a request lives here, by `Mode`:
 LOCAL and PREFILL may *pull* (`Work.pull_tokens`): they begin with `submit -> reserved -> [KV of a prefix
 arrives outside] -> prefix_arrived`, and compute what did not come. A peer that is pulled from `lend`s.
 
+Between two steps LOCAL and DECODE attempts can leave for another engine (`MigratingEngine`), where they
+arrive as DECODE attempts:
+
+    tokens ... -> `share`: a chunk, tokens ... -> `pause`: last chunk -> `release`, or `resume` and on
+
 `cancel` has an edge in every state and is idempotent. After `cancel` no output names the attempt.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType, Protocol
@@ -45,6 +50,13 @@ class FinishReason(str, Enum):
     LENGTH = "length"
 
 
+class Guided(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer is bound to. `source`: a JSON schema, a regular expression, a grammar in EBNF, or ""."""
+
+    kind: str  # json, json_object, regex or grammar
+    source: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """How to draw tokens, validated at the door; `None` is "off", never a sentinel number."""
 
@@ -62,6 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     ignore_eos: bool = False
     min_tokens: int = 0  # no EOS and no stop token before this many
     logprobs: int | None = None  # top logprobs beside the chosen one; 0 = the chosen one alone
+    guided: Guided | None = None  # engines with `Capabilities.guided` (since 2)
 
     @property
     def is_greedy(self) -> bool:
@@ -85,6 +98,8 @@ class Work:
     namespace: int  # hash seed of (model, adapter, salt); see kvrouter.hashing.namespace_seed
     priority: int = 0  # higher is computed sooner: each halves the slack (serving.engine.prefill_order)
     pull_tokens: int = 0  # LOCAL, PREFILL: a peer may have so many leading ones, full blocks but not all
+    reserve_tokens: int = 0  # DECODE: it decodes elsewhere, where so many more may be drawn; 0: it does not
+    adapter: str | None = None  # a LoRA by the name it is configured under
 
 
 @dataclass(slots=True)
@@ -101,7 +116,8 @@ class Reserved:
     """Every block the prompt needs is reserved; the first `n_cached` of `blocks` already hold their KV."""
 
     attempt: AttemptId
-    blocks: list[BlockId]  # DECODE: of the whole prompt; a pull: the full ones of its `pull_tokens`
+    # DECODE: of the whole prompt, and of what is reserved; a pull: the full ones of its `pull_tokens`.
+    blocks: list[BlockId]
     n_cached: int  # leading blocks that need no transfer
 
 
@@ -112,6 +128,9 @@ class ChunkReady:
     `last` is set on the chunk that ends the prompt; `token` is then the first generated token, or None
     when the request already finished on it (nobody needs the KV). What `lend` found is one such chunk with
     the token LENT; with None when it found nothing.
+
+    Of a shared attempt (`share` not 0, see MigratingEngine) the last chunk has the last token drawn, or
+    None where there is nothing to take over.
     """
 
     attempt: AttemptId
@@ -119,6 +138,9 @@ class ChunkReady:
     blocks: list[BlockId]
     last: bool
     token: int | None = None
+    state: bytes = b""  # with `last`, of an engine that moves KV by itself: what its peer needs for that
+    share: int = 0  # of a shared attempt: the serial number that `share` was given
+    tokens: list[int] = field(default_factory=list)  # with `last` of one: those its reader does not know
 
 
 @dataclass(slots=True)
@@ -141,6 +163,15 @@ class Failed:
 
     attempt: AttemptId
     message: str
+    retryable: bool = False  # another worker may well succeed
+
+
+@dataclass(slots=True)
+class Moved:
+    """DECODE, of an engine that moves KV by itself: the prompt's KV is here, its owner may forget it."""
+
+    attempt: AttemptId
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -195,6 +226,10 @@ class Counters:
     content_checks: int = 0  # sim: blocks whose transferred bytes were checked
     content_errors: int = 0
     prompt_tokens_pulled: int = 0  # read from a peer's cache instead of computed
+    event_gaps: int = 0  # an engine that is polled: times its KV events were lost, and its index cleared
+    poll_errors: int = 0
+    lost_transfers: int = 0  # an engine that moves KV by itself: hand-offs whose end it never told
+    deferred_aborts: int = 0  # cancels that waited until a transfer was over
 
 
 @dataclass(slots=True)
@@ -213,6 +248,7 @@ class StepOutput:
     chunks: list[ChunkReady] = field(default_factory=list)
     stored: list[StoredRun] = field(default_factory=list)
     removed: list[BlockHash] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +262,8 @@ class Capabilities:
     logit_bias: bool = True
     block_states: bool = True
     migrate_kv: bool = False
+    moves_kv: bool = False  # by itself: see SelfMovingEngine
+    guided: bool = False  # answers can be bound to a schema, a pattern or a grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,8 +310,12 @@ class Engine(Protocol):
 
     def end_quarantine(self, attempt: AttemptId) -> None: ...
 
-    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
-        """DECODE: all blocks of `Reserved` hold the prompt's KV; go on after `token`, position 0."""
+    def kv_arrived(self, attempt: AttemptId, token: int, drawn: Sequence[int] = ()) -> None:
+        """DECODE: the blocks of `Reserved` hold the KV of all tokens before `token`; go on after that.
+
+        `token` has position 0; or, with `Work.reserve_tokens`, is the last of the work's tokens and
+        of those `drawn` since, for which there is room.
+        """
 
     def release(self, attempt: AttemptId) -> None:
         """PREFILL, `lend`: nobody needs the blocks of `attempt` any more (read, expired or refused);
@@ -297,6 +339,40 @@ class Engine(Protocol):
 
     def stop(self) -> None:
         """End the thread; waits for the running step. The memory stays allocated."""
+
+
+class SelfMovingEngine(Engine, Protocol):
+    """An engine with `Capabilities.moves_kv`. Its `memory` counts blocks and has no address: our own
+    transfer moves nothing. A DECODE attempt is reserved without blocks; the owner's one chunk has none
+    either but a `state`, and what follows is
+
+        reserved -> `take_over` -> moved, tokens ... -> finished
+    """
+
+    def take_over(self, attempt: AttemptId, token: int, state: bytes) -> None:
+        """In place of `kv_arrived`: fetch the KV that `state` tells of; go on after `token`, position 0."""
+
+
+class MigratingEngine(Engine, Protocol):
+    """An engine with `Capabilities.migrate_kv`: what it decodes can leave for another one.
+
+    A paused attempt ends by `release` when its reader goes on with it: no output tells that.
+    """
+
+    def share(self, attempt: AttemptId, serial: int, n_tokens: int, most_tokens: int) -> None:
+        """Tell the full blocks of a decoding attempt as a chunk, and go on with it.
+
+        Its reader knows its first `n_tokens` and has room for `most_tokens`: when there are so many it is
+        paused. `serial` (not 0) comes back in its chunks. One that does not decode (any more), or is out
+        of those bounds, is told as a last chunk without a token, and not shared.
+        """
+
+    def pause(self, attempt: AttemptId) -> None:
+        """Stop a shared attempt before its next step and tell the rest as its last chunk. Its blocks stay
+        in use until `release`, `resume` or `cancel`. Ignored when it is not shared or is paused already."""
+
+    def resume(self, attempt: AttemptId) -> None:
+        """Nobody takes it over: share it no more, go on if it was paused. Idempotent."""
 
 
 class EngineDied(Exception):

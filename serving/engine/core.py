@@ -13,7 +13,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
+
+import numpy as np
 
 from kvrouter.deadline import Order
 from serving.config import EngineConfig
@@ -52,8 +55,9 @@ class EngineCore:
         counters: Counters | None = None,  # shared with the runner where that counts too
         decode_period_s: float | None = None,  # paced decode: see DecodeGrid
         order: Order = Order.DEADLINE,  # of prompts: see PrefillOrder
+        vocab_size: int | None = None,  # of a runner that a token beyond it would break
     ) -> None:
-        self.capabilities = capabilities or Capabilities()
+        self.capabilities = capabilities or Capabilities(migrate_kv=True)
         self.counters = counters or Counters()
         self.memory = runner.memory
         self.layout = runner.layout
@@ -74,6 +78,7 @@ class EngineCore:
             counters=self.counters,
             order=order,
         )
+        self._vocab_size = vocab_size
         self._grid = None if decode_period_s is None else DecodeGrid(decode_period_s)
         self._load = self._scheduler.load()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -90,9 +95,11 @@ class EngineCore:
         self._thread.start()
 
     def submit(self, work: Work) -> None:
-        """See Engine. Raises EngineDied."""
+        """See Engine. Raises EngineDied; ValueError for a token that the model does not have."""
         if self.died is not None:
             raise EngineDied(f"the engine died: {self.died!r}")
+        if self._vocab_size is not None and np.asarray(work.tokens).max() >= self._vocab_size:
+            raise ValueError(f"a token id that is not below {self._vocab_size}")
         self._post(partial(self._scheduler.submit, work, time.monotonic()))
 
     def cancel(self, attempt: AttemptId, *, quarantine: bool = False) -> None:
@@ -101,14 +108,24 @@ class EngineCore:
     def end_quarantine(self, attempt: AttemptId) -> None:
         self._post(partial(self._pool.end_quarantine, attempt))
 
-    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
-        self._post(partial(self._accept, attempt, token))
+    def kv_arrived(self, attempt: AttemptId, token: int, drawn: Items[int] = ()) -> None:
+        self._post(partial(self._accept, attempt, token, drawn))
 
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
         self._post(partial(self._accept_prefix, attempt, n_blocks))
 
     def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
-        self._post(partial(self._lend, attempt, namespace, tokens))
+        self._post(partial(self._tell, partial(self._scheduler.lend, attempt, namespace, tokens)))
+
+    def share(self, attempt: AttemptId, serial: int, n_tokens: int, most_tokens: int) -> None:
+        share = partial(self._scheduler.share, attempt, serial, n_tokens, most_tokens)
+        self._post(partial(self._tell, share))
+
+    def pause(self, attempt: AttemptId) -> None:
+        self._post(partial(self._tell, partial(self._scheduler.pause, attempt)))
+
+    def resume(self, attempt: AttemptId) -> None:
+        self._post(partial(self._scheduler.resume, attempt))
 
     def release(self, attempt: AttemptId) -> None:
         self._post(partial(self._scheduler.release, attempt))
@@ -205,12 +222,16 @@ class EngineCore:
         counters.prefill_seconds += step_s - decode_s
         self._emit(scheduler.collect(n_tokens, step_s * 1e3))
 
-    def _accept(self, attempt: AttemptId, token: int) -> None:
+    def _accept(self, attempt: AttemptId, token: int, drawn: Items[int]) -> None:
         """Use transferred blocks only after the runner looked at them."""
-        sequence = self._scheduler.reserved(attempt)
+        sequence = self._scheduler.reserved(attempt, drawn)
         if sequence is None:
             return
-        wrong = self._wrong(sequence, len(sequence.tokens))
+        if self._vocab_size is not None and (most := max([token, *drawn])) >= self._vocab_size:
+            wrong: str | None = f"its token {most} is not below {self._vocab_size}"
+        else:
+            live = sequence.work.reserve_tokens > 0  # then `token` is among its tokens, and has no KV
+            wrong = self._wrong(sequence, len(sequence.tokens) - live)
         if wrong is None:
             self._scheduler.kv_arrived(attempt, token)
         else:
@@ -233,9 +254,9 @@ class EngineCore:
             log.exception("accept failed")
             return repr(error)
 
-    def _lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
-        """Told at once: the next step may be long, and a reader waits."""
-        self._scheduler.lend(attempt, namespace, tokens)
+    def _tell(self, verb: Callable[[], None]) -> None:
+        """Its chunk is told at once: the next step may be long, and a reader waits."""
+        verb()
         self._emit(self._scheduler.collect())
 
     def _snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:

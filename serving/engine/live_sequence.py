@@ -22,6 +22,7 @@ class Stage(Enum):
     READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
     PREFILL = "prefill"
     DECODE = "decode"
+    PAUSED = "paused"  # a reader is about to go on with it elsewhere
     GONE = "gone"
 
 
@@ -39,6 +40,7 @@ class LiveSequence(Sequence):
     remote: bool = field(
         init=False
     )  # KV comes from a peer first: DECODE until preempted, a pull until done
+    reserve: int = 0  # tokens that its owner may draw until it is here, see Work.reserve_tokens
     pull_blocks: int = 0  # leading blocks that a peer may have, 0: no pull
     pulled: int = 0  # of them those that came from it, at the last start
     begun: bool = False  # Started was told
@@ -70,8 +72,8 @@ class BlockTables:
         return self._pool.available
 
     def needed(self, seq: LiveSequence) -> int:
-        """Blocks of all tokens and, where it decodes here, of one more."""
-        n_tokens = len(seq.tokens) + (seq.work.mode is not Mode.PREFILL)
+        """Blocks of all tokens, of those to come from elsewhere and, where it decodes here, of one more."""
+        n_tokens = len(seq.tokens) + seq.reserve + (seq.work.mode is not Mode.PREFILL)
         return -(-n_tokens // self._block_tokens)
 
     def too_large(self, seq: LiveSequence) -> str | None:
@@ -166,5 +168,6 @@ class BlockTables:
         rest = data[len(seq.known) * size * _TOKEN_SIZE :]
         seq.known += block_hashes(rest, size, seq.known[-1] if seq.known else namespace)
         # What computes here computes its last token at least: the step has to draw from it.
-        usable = (len(seq.tokens) - (not seq.remote or seq.pull_blocks > 0)) // size
+        computes = not seq.remote or seq.pull_blocks > 0 or seq.reserve > 0
+        usable = (len(seq.tokens) - computes) // size
         return self._pool.find(namespace, seq.known[:usable], data)

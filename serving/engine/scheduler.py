@@ -1,6 +1,6 @@
 """Continuous batching: which sequences the next step computes, and what its tokens mean. Pure.
 
-    verbs (submit, cancel, kv_arrived, prefix_arrived, lend, release)
+    verbs (submit, cancel, kv_arrived, prefix_arrived, lend, share, pause, resume, release)
         ->  schedule  ->  [runner]  ->  apply  ->  collect
 
 A step computes all decodes, one token each, then prompt slices under the token budget, in the order in
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import cast
 
 from kvrouter.deadline import Order
@@ -35,6 +35,7 @@ from serving.engine.base import (
     Work,
 )
 from serving.engine.live_sequence import BlockTables, LiveSequence, Stage
+from serving.engine.migration import Shares
 from serving.engine.prefill_order import PrefillOrder
 from serving.engine.prompt_queue import PromptQueue
 from serving.engine.sequence import Drawn, Sequence, StepPlan
@@ -72,6 +73,7 @@ class Scheduler:
         self._ready: list[LiveSequence] = []  # in the order of prompts
         self._decodes: list[LiveSequence] = []  # oldest first
         self._short: list[LiveSequence] = []  # decodes without a block for their next token
+        self._shares = Shares(block_tokens)
         self._out = StepOutput(self.load())
 
     # ------------------------------------------------------------ verbs
@@ -83,6 +85,8 @@ class Scheduler:
             return
         tokens = array(TOKEN_TYPECODE, work.tokens)
         seq = LiveSequence(work, tokens)
+        left = min(work.params.max_tokens - seq.n_generated, self._context_tokens - len(tokens))
+        seq.reserve = min(work.reserve_tokens, left)
         if seq.n_generated >= work.params.max_tokens:
             self._out.finished.append(Finished(seq.attempt, FinishReason.LENGTH))
         elif len(tokens) >= self._context_tokens:
@@ -109,6 +113,7 @@ class Scheduler:
         if seq is None:
             self.pool.release(attempt)
             return
+        self._shares.close(attempt)
         self._leave(seq)
         if quarantine:
             self.pool.quarantine(attempt, first=seq.found)
@@ -127,22 +132,28 @@ class Scheduler:
             self.cancel(attempt, quarantine=seq.stage is Stage.RESERVED)
             self._out.failed.append(Failed(attempt, message))
 
-    def reserved(self, attempt: AttemptId) -> Sequence | None:
-        """The sequence, if it holds blocks and waits for KV."""
+    def reserved(self, attempt: AttemptId, drawn: Iterable[int] = ()) -> Sequence | None:
+        """The sequence, if it holds blocks and waits for KV; with what was `drawn` elsewhere."""
         seq = self._live.get(attempt)
-        return seq if seq is not None and seq.stage is Stage.RESERVED else None
+        if seq is None or seq.stage is not Stage.RESERVED:
+            return None
+        seq.tokens.extend(drawn)
+        return seq
 
     def kv_arrived(self, attempt: AttemptId, token: int) -> None:
-        """The reserved blocks hold the prompt's KV; go on after `token`, which prefill has told already.
+        """The reserved blocks hold the KV of all before `token`, which was told already; go on after it.
 
-        Ignored when the attempt does not wait for KV (any more).
+        It is the first token, or for a live attempt the last that `reserved` knows. Ignored when the
+        attempt does not wait for KV (any more).
         """
         seq = self._live.get(attempt)
         if seq is None or seq.stage is not Stage.RESERVED:
             return
-        seq.computed = len(seq.tokens)
+        if not seq.work.reserve_tokens:
+            seq.tokens.append(token)
+        seq.reserve = 0
+        seq.computed = len(seq.tokens) - 1
         self._tables.commit(seq)
-        seq.tokens.append(token)
         reason = self._reason(seq, token)
         if reason is None:
             seq.stage = Stage.READY
@@ -167,11 +178,44 @@ class Scheduler:
         self._out.chunks.append(ChunkReady(attempt, 0, blocks, True, LENT if blocks else None))
 
     def release(self, attempt: AttemptId) -> None:
-        """The lease ends; or, while the prompt still computes, there will be none. Idempotent."""
+        """The lease ends; or, while the prompt still computes, there will be none. What is paused has
+        moved. Idempotent."""
         seq = self._live.get(attempt)
         if seq is not None and seq.mode is Mode.PREFILL:
             seq.wanted = False
+        elif seq is not None and seq.stage is Stage.PAUSED:
+            self.cancel(attempt)
         self.pool.release(attempt)
+
+    def share(self, attempt: AttemptId, serial: int, n_tokens: int, most_tokens: int) -> None:
+        """See MigratingEngine."""
+        seq = self._live.get(attempt)
+        self._out.chunks.append(self._shares.open(attempt, seq, serial, n_tokens, most_tokens))
+        self._pause_full()
+
+    def pause(self, attempt: AttemptId) -> None:
+        """See MigratingEngine."""
+        share = self._shares.pausable(attempt)
+        if share is not None:
+            seq, stage = share.sequence, share.sequence.stage
+            self._leave(seq)
+            seq.stage = Stage.PAUSED
+            self._short = [other for other in self._short if other is not seq]
+            self._out.chunks.append(self._shares.paused(share, stage))
+
+    def resume(self, attempt: AttemptId) -> None:
+        """See MigratingEngine. Out of a pause it is the oldest decode: its client has waited."""
+        share = self._shares.close(attempt)
+        if share is None or share.paused_in is None:
+            return
+        seq = share.sequence
+        seq.stage = share.paused_in
+        if seq.stage is Stage.READY:
+            insort(self._ready, seq)
+            return
+        self._decodes.insert(0, seq)
+        if len(seq.blocks) * self._block_tokens == seq.computed:
+            self._short.append(seq)
 
     # ------------------------------------------------------------ one step
 
@@ -190,7 +234,7 @@ class Scheduler:
         return len(self._live)
 
     def load(self, batch_tokens: int = 0, step_ms: float = 0.0) -> Load:
-        running = len(self._decodes) + self._prompts.n_started
+        running = len(self._decodes) + self._prompts.n_started + self._shares.n_paused
         return Load(
             step=self.counters.steps,
             running=running,
@@ -209,10 +253,10 @@ class Scheduler:
         if not self._prompts and not self._ready:
             return StepPlan(list(self._decodes) if decode else [])
         for seq in self._prompts.reserve():
-            n_blocks = seq.pull_blocks or -(-len(seq.tokens) // self._block_tokens)
+            n_blocks = seq.pull_blocks or -(-(len(seq.tokens) + seq.reserve) // self._block_tokens)
             n_cached = min(seq.found, n_blocks)
             self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], n_cached))
-        places = self._max_batch - len(self._decodes)
+        places = self._max_batch - len(self._decodes) - self._shares.n_paused
         n_decodes = min(len(self._decodes) + len(self._ready), self._max_batch) if decode else 0
         budget = max(self._chunk_tokens - n_decodes, self._block_tokens)
         prefills = self._prompts.slices(places, budget, self._ready)
@@ -264,6 +308,8 @@ class Scheduler:
         if ended:
             self._decodes = [seq for seq in self._decodes if seq.stage is Stage.DECODE]
             self._short = [seq for seq in self._short if seq.stage is Stage.DECODE]
+        if self._shares:
+            self._pause_full()
         if plan.prefills:
             self._apply_prefills(plan, iter(tokens[len(plan.decodes) :]))
         out.logprobs = drawn.logprobs
@@ -291,9 +337,15 @@ class Scheduler:
                 self._preempt(self._decodes[-1])
         self._short = []
 
+    def _pause_full(self) -> None:
+        """Those whose reader has no room for their next token."""
+        for attempt in self._shares.full():
+            self.pause(attempt)
+
     def _preempt(self, seq: LiveSequence) -> None:
         """Back to the prompts. Its client waits for the next token: no slack any more, no size."""
         self._leave(seq)
+        self._out.chunks += self._shares.lose(seq.attempt)
         seq.left = self._tables.give_back(seq)
         self.counters.preemptions += 1
         if (why := self._tables.too_large(seq)) is not None:
@@ -362,6 +414,7 @@ class Scheduler:
     def _finish(self, seq: LiveSequence, reason: FinishReason) -> None:
         """The caller takes `seq` out of the queue it is in."""
         del self._live[seq.attempt]
+        self._shares.close(seq.attempt)
         seq.stage = Stage.GONE
         self.pool.free(seq.attempt)
         self._out.finished.append(Finished(seq.attempt, reason))

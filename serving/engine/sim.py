@@ -23,7 +23,7 @@ from serving.engine.sequence import Drawn, PrefillSlice, Sequence, StepPlan
 from serving.engine.stopping import banned_token_ids
 from serving.errors import ConfigError
 
-CAPABILITIES = Capabilities(penalties=False, logit_bias=False)
+CAPABILITIES = Capabilities(penalties=False, logit_bias=False, migrate_kv=True)
 
 _Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1

@@ -196,6 +196,11 @@ class KvIo:
         """Reads of `token` that have not ended, abandoned ones included."""
         return len(self._in_flight.get(token, ()))
 
+    @property
+    def reads_in_flight(self) -> int:
+        """Of all tokens; abandoned ones included."""
+        return sum(map(len, self._in_flight.values()))
+
     def attend(self, who: Hashable) -> None:
         """Poll until `dismiss(who)`, fast for a start; again to say that something is about to happen."""
         if who not in self._watchers:

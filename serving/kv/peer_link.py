@@ -22,6 +22,7 @@ from serving.wire import AnyMessage, Hello, Message, PeerAddress, PeerHello, Pee
 
 log = logging.getLogger(__name__)
 
+MOST_BLOCKS = 1 << 22  # of one owner: each costs 24 bytes of descriptors
 CONNECT_S = 10.0  # for everything from the dial to a warm agent
 
 
@@ -32,6 +33,9 @@ class PeerLink(Protocol):
 
     @property
     def closed(self) -> bool: ...
+
+    @property
+    def wire_version(self) -> int: ...
 
     def send(self, message: Message) -> None: ...
 
@@ -207,6 +211,8 @@ class PeerLinks:
             answer = await welcome
         finally:
             del self._welcomes[link]
+        if answer.n_blocks > MOST_BLOCKS or answer.kind not in ("DRAM", "VRAM"):
+            raise PeerGone(f"{address}: a welcome that no worker of ours sends")
         ours = self._kv_io.memory
         if answer.layout != self._layout or ours is None or answer.block_bytes != ours.block_bytes:
             raise LayoutMismatch(

@@ -8,6 +8,9 @@ One job, in order (`KvReader._take_over`):
     4. confirm   all is read: was the lease whole until now? NIXL does not fence, so only this makes it true
     5. go on     the job's ending tells the engine
 
+An engine that moves KV by itself goes on after 3, by the state in the last chunk, which has no blocks: it
+tells when the KV is there, and 4 is then a word to the owner that needs no answer.
+
 Every step has a deadline. A failure or cancel in any of them ends in `_ended`: the owner is told, and the
 job's ending what became of it. Blocks that a read may still write stay in quarantine
 until it ended. No Ray.
@@ -16,13 +19,15 @@ until it ended. No Ray.
 from __future__ import annotations
 
 import asyncio
+from array import array
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from serving.config import Deadlines
-from serving.engine.base import AttemptId, BlockId, Engine, Reserved
-from serving.errors import LeaseRefused, PeerGone, TransferError, TransferTimeout
+from serving.engine.base import AttemptId, BlockId, Engine, Moved, Reserved
+from serving.errors import FrameRefused, LeaseRefused, PeerGone, TransferError, TransferTimeout
 from serving.kv.io import KvIo
 from serving.kv.lease import pack_note
 from serving.kv.peer_link import Peer, PeerLinks
@@ -33,6 +38,7 @@ from serving.wire import (
     Confirmed,
     Detach,
     Message,
+    Ready,
     Refused,
     Renew,
     Submit,
@@ -40,10 +46,12 @@ from serving.wire import (
 )
 
 RENEWALS_PER_LEASE = 3
+FASTEST_RENEWAL_S = 0.05  # however short a lease the owner claims to give
+TOKEN_BYTES = 4  # on the wire
 
 
 class NothingToRead(Exception):
-    """The request ended on its first token: nobody needs its KV."""
+    """The request ended on its first token, or while it was to move: nobody needs its KV."""
 
 
 class Ending(Protocol):
@@ -81,6 +89,9 @@ class Job:
     renewal: asyncio.TimerHandle | None = None
     n_blocks: int = 0  # leading ones that are here, or on their way
     token: int = 0  # with the last chunk
+    drawn: array[int] = field(default_factory=lambda: array("I"))  # the same, of a live attempt
+    state: bytes = b""  # with the last chunk, of an engine that moves KV by itself
+    moved: asyncio.Future[Moved] = field(init=False)  # by such an engine
     n_read: int = 0  # blocks
     n_last: int = 0  # of them in the last chunk
     started_s: float = 0.0
@@ -89,11 +100,22 @@ class Job:
     def __post_init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.reserved = loop.create_future()
+        self.moved = loop.create_future()
         self.until_s = loop.time() + self.submit.deadline_ms / 1e3
 
     @property
     def attempt(self) -> AttemptId:
         return AttemptId(self.submit.attempt)
+
+    @property
+    def live(self) -> bool:
+        """It decodes at the owner until that is told `Ready`."""
+        return self.submit.handoff is not None and self.submit.handoff.live
+
+    @property
+    def n_tokens(self) -> int:
+        """Of the submit."""
+        return len(self.submit.tokens) // TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -144,11 +166,16 @@ class KvReader:
             job.reserved.set_result(reserved)
             self._kv_io.expect(reserved.blocks[reserved.n_cached :])
 
+    def on_engine_moved(self, moved: Moved) -> None:
+        job = self._jobs.get(moved.attempt)
+        if job is not None and not job.moved.done():
+            job.moved.set_result(moved)
+
     def on_engine_finished(self, attempt: AttemptId) -> None:
         """The engine is done with it; here is at most something to stop."""
-        task = self._tasks.get(attempt)
-        if task is not None:
-            task.cancel()
+        job = self._jobs.get(attempt)
+        if job is not None and not job.moved.done():  # else it has only its last word to say
+            self._tasks[attempt].cancel()
 
     def on_engine_failed(self, attempt: AttemptId) -> None:
         """The engine gave it up, and its caller reports so. Its blocks are free once no read can write."""
@@ -178,6 +205,8 @@ class KvReader:
     # -- what owners say (PeerLinks)
 
     def on_owner_message(self, peer: Peer, message: AnyMessage) -> None:
+        if isinstance(message, Chunk):
+            _check(message)
         if isinstance(message, Chunk | Confirmed | Refused):
             job = self._asked.get((peer, message.attempt))
             if job is None:
@@ -204,7 +233,8 @@ class KvReader:
                     await self._bring(job, reserved)
         except TimeoutError:
             raise TransferTimeout("the attempt's deadline passed before its KV was here") from None
-        job.ending.arrived(job)
+        if not job.state:
+            job.ending.arrived(job)
 
     async def _bring(self, job: Job, reserved: Reserved) -> None:
         loop = asyncio.get_running_loop()
@@ -214,6 +244,9 @@ class KvReader:
         peer.send(job.ending.ask(job, reserved))
         async with asyncio.TaskGroup() as reads:
             await self._read_chunks(job, peer, reserved, reads)
+        if job.state:
+            await self._moved_by_engine(job, peer)
+            return
         await self._confirmed(job, peer)
         if job.n_last:
             self._moves.count += 1
@@ -254,21 +287,46 @@ class KvReader:
                 source, target = source[have - chunk.first :], reserved.blocks[have:end]
                 note = pack_note(AttemptId(job.source), chunk.generation)
                 renew = partial(peer.send, Renew(job.source, chunk.generation))
-                reads.create_task(
-                    self._kv_io.read(
-                        peer.agent, source, target, note, transfer_s, token=job.attempt, waiting=renew
-                    )
+                read = self._kv_io.read(
+                    peer.agent, source, target, note, transfer_s, token=job.attempt, waiting=renew
                 )
+                reads.create_task(self._copied(job, peer, read) if job.live and not chunk.last else read)
                 job.n_read += len(source)
                 job.n_blocks = end
             if chunk.last and chunk.token is not None:
-                if job.whole and job.n_blocks != len(reserved.blocks):
-                    raise TransferError(
-                        f"the last chunk ends at block {job.n_blocks} of {len(reserved.blocks)}"
-                    )
+                n_blocks = len(reserved.blocks)
+                if job.live:
+                    n_blocks = self._take_tokens(job, chunk, n_blocks)
+                if job.whole and job.n_blocks != n_blocks:
+                    raise TransferError(f"the last chunk ends at block {job.n_blocks} of {n_blocks}")
                 job.last_chunk_s = asyncio.get_running_loop().time()
-                job.token = chunk.token
+                job.token, job.state = chunk.token, chunk.state
                 return
+
+    async def _copied(self, job: Job, peer: Peer, read: Awaitable[None]) -> None:
+        """What the owner told while it went on is here: it may pause."""
+        await read
+        assert job.generation is not None
+        peer.send(Ready(job.source, job.generation))
+
+    def _take_tokens(self, job: Job, chunk: Chunk, room: int) -> int:
+        """What was drawn since the submit; returns how many blocks all but the last token fill."""
+        job.drawn = unpack_u32(chunk.tokens)
+        last = job.drawn[-1] if job.drawn else unpack_u32(job.submit.tokens[-TOKEN_BYTES:])[0]
+        n_tokens = job.n_tokens + len(job.drawn)
+        if chunk.token != last or n_tokens > room * self._engine.block_tokens:
+            raise TransferError(f"{n_tokens} tokens up to {last}, not {chunk.token}, for {room} blocks")
+        return -(-(n_tokens - 1) // self._engine.block_tokens)
+
+    async def _moved_by_engine(self, job: Job, peer: Peer) -> None:
+        """The engine has a deadline of its own, and may go on even when the link to the owner is lost."""
+        job.ending.arrived(job)
+        moved = await job.moved
+        assert job.generation is not None
+        peer.send(Confirm(job.source, job.generation))
+        self._moves.count += 1
+        self._moves.tokens += len(job.submit.tokens) // TOKEN_BYTES
+        self._moves.ms += moved.seconds * 1e3
 
     async def _confirmed(self, job: Job, peer: Peer) -> None:
         assert job.generation is not None
@@ -296,7 +354,8 @@ class KvReader:
             raise LeaseRefused("the lease changed hands between two chunks")
         job.generation = chunk.generation
         if job.renewal is None:
-            self._renew_later(job, peer, chunk.lease_ms / 1e3 / RENEWALS_PER_LEASE)
+            interval_s = chunk.lease_ms / 1e3 / RENEWALS_PER_LEASE
+            self._renew_later(job, peer, max(interval_s, FASTEST_RENEWAL_S))
 
     def _renew_later(self, job: Job, peer: Peer, interval_s: float) -> None:
         def renew() -> None:
@@ -314,7 +373,7 @@ class KvReader:
         del self._jobs[attempt], self._tasks[attempt]
         if job.renewal is not None:
             job.renewal.cancel()
-        if peer is not None:
+        if peer is not None and self._asked.get((peer, job.source)) is job:  # not of a live one's next try
             del self._asked[peer, job.source]
         writing = self._kv_io.in_flight(attempt) > 0
         if job.engine_failed and not writing:
@@ -334,6 +393,13 @@ class KvReader:
         if attempt in self._quarantined:
             self._quarantined.discard(attempt)
             self._engine.end_quarantine(attempt)
+
+
+def _check(chunk: Chunk) -> None:
+    """Raises FrameRefused for what would only be found to be wrong on the engine's thread."""
+    token = chunk.token or 0
+    if len(chunk.blocks) % TOKEN_BYTES or len(chunk.tokens) % TOKEN_BYTES or token >= 1 << 32:
+        raise FrameRefused("a malformed chunk")
 
 
 def _root(error: BaseException | None) -> BaseException | None:

@@ -58,10 +58,7 @@ def cluster_environment(
     `flags`: HAProxy and direct ingress (DESIGN: 54 instead of 860 us of CPU a token); without them Serve
     runs on its own Python proxy, as it does by default.
     """
-    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    # This interpreter's `ray` and `serve` come first, also when no virtual environment is active.
-    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
-    env |= {
+    env = _inherited() | {
         MARKER: marker,
         "RAY_USAGE_STATS_ENABLED": "0",
         # A token of this cluster's own: other users of the machine cannot submit work to it.
@@ -94,17 +91,73 @@ def node_environment(longest_request_s: float) -> dict[str, str]:
     }
 
 
-def _own_haproxy(directory: Path, ports: PortBlock) -> dict[str, str]:
-    """Files and ports that would collide with another Serve on this machine."""
+def network_environment(longest_request_s: float) -> dict[str, str]:
+    """What `ray start` needs beside `node_environment` where nodes are machines of their own.
+
+    Every value is for a fault that nobody reports: a host that is gone without a word. Ray's own
+    defaults find it after 65 s, UCX's never.
+    """
+    return {
+        # A node is dead after five missed checks: 5 s if its processes died, 10 s if it fell silent. Less
+        # would take a short outage of the network for a death, and then every model loads again.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_failure_threshold": "5",
+        # SIGTERM of `ray start --block` drains the node; a replica is stopped at this minus its own window.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(round(longest_request_s) + 65),
+        # A read from a silent host fails, instead of waiting for ever; connecting to one gives up.
+        "UCX_TCP_USER_TIMEOUT": "5s",
+        "UCX_TCP_SYN_CNT": "1",
+    }
+
+
+def host_environment(directory: Path, host: str, longest_request_s: float) -> dict[str, str]:
+    """What everything on one host of a virtual network sees; `directory` is the whole cluster's."""
     haproxy = directory / "haproxy"
-    http_first, http_last = ports.ingress_http
-    grpc_first, grpc_last = ports.ingress_grpc
+    return (
+        _inherited()
+        | node_environment(longest_request_s)
+        | network_environment(longest_request_s)
+        | _haproxy_files(haproxy)
+        | {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(directory / "auth_token"),
+            "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+            "TMPDIR": str(directory / host / "tmp"),
+            # Hosts of one kernel: nothing but the network may carry KV.
+            "UCX_TLS": "tcp,self",
+            "UCX_NET_DEVICES": "eth0",
+        }
+    )
+
+
+def _inherited() -> dict[str, str]:
+    """This process's own environment without Ray's."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    # This interpreter's `ray` and `serve` come first, also when no virtual environment is active.
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", os.defpath)])
+    return env
+
+
+def _haproxy_files(haproxy: Path) -> dict[str, str]:
+    """Read where Serve's controller runs, used on every node below a directory of its own."""
     return {
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(haproxy / "metrics.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+    }
+
+
+def _own_haproxy(directory: Path, ports: PortBlock) -> dict[str, str]:
+    """Files and ports that would collide with another Serve on this machine."""
+    http_first, http_last = ports.ingress_http
+    grpc_first, grpc_last = ports.ingress_grpc
+    return {
+        **_haproxy_files(directory / "haproxy"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(ports["haproxy_stats"]),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports["haproxy_metrics"]),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",

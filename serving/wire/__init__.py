@@ -10,9 +10,10 @@ Token ids travel as little-endian u32 bytes, attempts and hashes as u64 bytes: c
     worker    Submit, Cancel, Peers, SnapshotRequest                         frontend -> worker
               Step, Snapshot, Draining                                       worker -> frontend
     peer      PeerHello, PeerWelcome, Attach, Lend, Detach, Renew,
-              Confirm, Chunk, Confirmed, Refused                             reader <-> owner of KV
+              Ready, Confirm, Chunk, Confirmed, Refused                             reader <-> owner of KV
     control   Register, MetricsPush, MetricsPull, ScrapeRequest, ScrapeReply,
-              Settings, Members, Orders, AdminRequest, AdminReply            party <-> control
+              Settings, Members, Orders, WorkerReport, AdminRequest,
+              AdminReply                                                     party <-> control
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from serving.wire.control import (
     ScrapeReply,
     ScrapeRequest,
     Settings,
+    WorkerReport,
 )
 from serving.wire.link import (
     Beat,
@@ -59,6 +61,7 @@ from serving.wire.peer import (
     Lend,
     PeerHello,
     PeerWelcome,
+    Ready,
     Refused,
     Renew,
     loan_of,
@@ -98,6 +101,7 @@ AnyMessage = (
     | PeerWelcome
     | Attach
     | Lend
+    | Ready
     | Chunk
     | Renew
     | Confirm
@@ -113,6 +117,7 @@ AnyMessage = (
     | Settings
     | Members
     | Orders
+    | WorkerReport
     | AdminRequest
     | AdminReply
 )
@@ -164,6 +169,7 @@ __all__ = [
     "Peers",
     "Proof",
     "Pull",
+    "Ready",
     "Refusal",
     "Refused",
     "Register",
@@ -178,6 +184,7 @@ __all__ = [
     "Stored",
     "Submit",
     "Tokens",
+    "WorkerReport",
     "decode",
     "encode",
     "loan_of",

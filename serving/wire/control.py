@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from serving.wire.base import Message
+from serving.wire.fields import FEW, MANY, U64, Amount
 
 
 class Register(Message, tag="register"):
@@ -28,45 +29,45 @@ class Family(msgspec.Struct, array_like=True):
     name: str
     type: str  # counter | gauge | histogram
     help: str
-    samples: list[Sample]
+    samples: Annotated[list[Sample], MANY]
 
 
 class MetricsPull(Message, tag="metrics?"):
     """Control -> party: send a snapshot now."""
 
-    serial: int
+    serial: U64
 
 
 class MetricsPush(Message, tag="metrics"):
     """Party -> control: my whole state; replaces the one before."""
 
-    serial: int
-    families: list[Family]
+    serial: U64
+    families: Annotated[list[Family], FEW]
 
 
 class ScrapeRequest(Message, tag="scrape?"):
     """Frontend -> control: the metrics of the whole application."""
 
-    serial: int
+    serial: U64
 
 
 class ScrapeReply(Message, tag="scrape"):
-    serial: int
-    families: list[Family]
+    serial: U64
+    families: Annotated[list[Family], FEW]
 
 
 class Settings(Message, tag="settings"):
     """Control -> party: live settings, whole; `version` grows."""
 
-    version: int
+    version: U64
     values: dict[str, Any]
 
 
 class Members(Message, tag="members"):
     """Control -> party: who is registered (ident -> kind and labels)."""
 
-    version: int
-    parties: list[Register]
+    version: U64
+    parties: Annotated[list[Register], MANY]
 
 
 class Orders(Message, tag="orders"):
@@ -76,16 +77,35 @@ class Orders(Message, tag="orders"):
     """
 
     since: ClassVar[int] = 2
-    version: int
-    draining: list[str]  # idents of workers
+    version: U64
+    draining: Annotated[list[str], FEW]  # idents of workers
     roles: dict[str, str]  # ident -> prefill | decode, of workers that are lent to the other pool
+
+
+class WorkerReport(Message, tag="report"):
+    """Worker -> control, about once a second: how it stands. Totals count since the process started."""
+
+    since: ClassVar[int] = 2
+    role: str  # what it plays now
+    draining: bool
+    busy: bool  # somebody waits for its tokens, reads its KV, or may still write into it
+    attempts: U64
+    leases: U64
+    running: U64
+    waiting: U64
+    waiting_tokens: U64  # of prompts, still to compute
+    free_blocks: U64
+    total_blocks: U64
+    step_ms: Amount
+    prompt_tokens: U64  # computed, in all
+    generated_tokens: U64  # in all
 
 
 class AdminRequest(Message, tag="admin?"):
     """Frontend -> control: what an operator asked for at its door."""
 
     since: ClassVar[int] = 2
-    serial: int
+    serial: U64
     verb: str
     arguments: dict[str, Any]
 
@@ -94,6 +114,6 @@ class AdminReply(Message, tag="admin"):
     """`status`: of the HTTP answer; `body`: JSON-able."""
 
     since: ClassVar[int] = 2
-    serial: int
+    serial: U64
     status: int
     body: dict[str, Any]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from serving.wire.base import Message
+from serving.wire.fields import U64
 
 
 class Hello(Message, tag="hello"):
@@ -13,7 +14,7 @@ class Hello(Message, tag="hello"):
     package: str  # package version
     kind: str  # frontend | worker | control
     ident: str  # stable name of the process (Serve replica id)
-    epoch: int  # u64, fresh per incarnation
+    epoch: U64  # fresh per incarnation
     nonce: bytes  # 32 bytes
 
 
@@ -32,5 +33,6 @@ class Refusal(Message, tag="refusal"):
 class Beat(Message, tag="beat"):
     """Sent every 0.5 s; `step` and `runnable` let the reader tell a hung engine from an idle one."""
 
-    step: int = 0
+    step: U64 = 0
     runnable: bool = False
+    ill: str = ""  # of a worker: what is wrong with it (since 2)

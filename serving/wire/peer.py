@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from serving.wire.base import Message
+from serving.wire.fields import U64
 
 
 class PeerHello(Message, tag="peer"):
@@ -16,19 +19,31 @@ class PeerWelcome(Message, tag="peer-ok"):
     metadata: bytes
     layout: str
     agent: str
-    base_address: int
-    block_bytes: int
-    n_blocks: int
-    device: int
+    base_address: U64
+    block_bytes: U64
+    n_blocks: U64
+    device: U64
     kind: str = "DRAM"  # memory type: DRAM or VRAM
 
 
 class Attach(Message, tag="attach"):
-    """Reader -> owner: I take the KV of `attempt`; tell me its chunks from block `first` on."""
+    """Reader -> owner: I take the KV of `attempt`; tell me its chunks from block `first` on.
 
-    attempt: int
-    first: int
-    n_tokens: int = 0  # the reader knows so many of a live attempt's tokens (since 2)
+    With `n_tokens` it takes over an attempt that decodes there: a live hand-off.
+    """
+
+    attempt: U64
+    first: U64
+    n_tokens: U64 = 0  # the reader knows so many of a live attempt's tokens (since 2)
+    reserve_tokens: U64 = 0  # and has room for so many more (since 2)
+
+
+class Ready(Message, tag="ready"):
+    """Reader -> owner of a live attempt: I have what you announced; stop, and tell me the rest."""
+
+    since: ClassVar[int] = 2
+    attempt: U64
+    generation: U64
 
 
 class Lend(Message, tag="lend"):
@@ -37,22 +52,22 @@ class Lend(Message, tag="lend"):
     The owner goes on as with an `Attach`: one last Chunk, or Refused.
     """
 
-    attempt: int  # the reader's name for the loan, unknown to the owner: `loan_of` its own attempt
-    namespace: int
+    attempt: U64  # the reader's name for the loan, unknown to the owner: `loan_of` its own attempt
+    namespace: U64
     tokens: bytes  # u32 LE
-    first: int
+    first: U64
 
 
 class Chunk(Message, tag="chunk"):
     """Owner -> reader: these blocks are final and leased until `lease_ms` from now."""
 
-    attempt: int
-    first: int
+    attempt: U64
+    first: U64
     blocks: bytes  # u32 LE, ids in the owner's pool
     last: bool
-    generation: int  # of the lease
-    lease_ms: int
-    token: int | None = None  # with `last`: first generated token; None: finished, nothing to do
+    generation: U64  # of the lease
+    lease_ms: U64
+    token: U64 | None = None  # with `last`: first generated token; None: finished, nothing to do
     tokens: bytes = b""  # with `last` of a live attempt: u32 LE, those the reader does not know (since 2)
     state: bytes = b""  # with `last`: what an engine that moves KV by itself needs (since 2)
 
@@ -60,33 +75,33 @@ class Chunk(Message, tag="chunk"):
 class Renew(Message, tag="renew"):
     """Reader -> owner: still reading; prolong the lease."""
 
-    attempt: int
-    generation: int
+    attempt: U64
+    generation: U64
 
 
 class Confirm(Message, tag="confirm"):
     """Reader -> owner: all is read; was the lease whole until now?  Ends the lease if so."""
 
-    attempt: int
-    generation: int
+    attempt: U64
+    generation: U64
 
 
 class Confirmed(Message, tag="confirmed"):
-    attempt: int
-    generation: int
+    attempt: U64
+    generation: U64
 
 
 class Refused(Message, tag="refused"):
     """Owner -> reader: unknown, expired or failed; do not use what you read."""
 
-    attempt: int
+    attempt: U64
     reason: str
 
 
 class Detach(Message, tag="detach"):
     """Reader -> owner: I no longer want `attempt` (cancelled, failed)."""
 
-    attempt: int
+    attempt: U64
 
 
 _LOAN = 1 << 63  # frontends leave this bit of their attempts clear

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from serving.engine.base import SamplingParams
 from serving.wire.base import Message
+from serving.wire.fields import FEW, MANY, ROWS, U64, Amount
 
 # ---------------------------------------------------------------- frontend -> worker
 
@@ -17,8 +18,8 @@ class Handoff(msgspec.Struct, array_like=True):
 
     address: str  # host:port of the owner's link
     ident: str
-    epoch: int
-    attempt: int  # the owner's attempt
+    epoch: U64
+    attempt: U64  # the owner's attempt
     live: bool = False  # it still generates: a migration (since 2)
 
 
@@ -28,43 +29,44 @@ class Pull(msgspec.Struct, array_like=True):
 
     address: str  # host:port of its link
     ident: str
-    epoch: int
-    tokens: int  # so many leading ones
-    within_ms: int  # how long an answer is worth waiting for
+    epoch: U64
+    tokens: U64  # so many leading ones
+    within_ms: U64  # how long an answer is worth waiting for
 
 
 class Submit(Message, tag="submit"):
     """One attempt. `tokens`: u32 LE bytes, the prompt and what was already generated."""
 
-    attempt: int
+    attempt: U64
     mode: str  # Mode value
     tokens: bytes
-    n_prompt: int
+    n_prompt: U64
     params: SamplingParams
-    namespace: int
+    namespace: U64
     request_id: str
-    deadline_ms: int  # time left for this attempt when it was sent
+    deadline_ms: U64  # time left for this attempt when it was sent
     handoff: Handoff | None = None
     priority: int = 0
     pull: Pull | None = None  # LOCAL, PREFILL
-    reserve_tokens: int = 0  # with a live hand-off: so many may be drawn there meanwhile (since 2)
+    reserve_tokens: U64 = 0  # with a live hand-off: so many may be drawn there meanwhile (since 2)
+    adapter: str = ""  # LoRA (since 2)
 
 
 class Cancel(Message, tag="cancel"):
-    attempt: int
+    attempt: U64
 
 
 class PeerAddress(msgspec.Struct, array_like=True):
     address: str
     ident: str
-    epoch: int
+    epoch: U64
     layout: str
 
 
 class Peers(Message, tag="peers"):
     """The workers this frontend sees, so that workers can warm their agent connections."""
 
-    peers: list[PeerAddress]
+    peers: Annotated[list[PeerAddress], FEW]
 
 
 class SnapshotRequest(Message, tag="snap?"):
@@ -83,16 +85,16 @@ class Tokens(msgspec.Struct, array_like=True):
 
 
 class Logprobs(msgspec.Struct, array_like=True):
-    row: int  # index into the columns of Tokens
+    row: U64  # index into the columns of Tokens
     logprob: float
-    top: list[tuple[int, float]]
+    top: Annotated[list[tuple[U64, float]], FEW]
 
 
 class Ended(msgspec.Struct, array_like=True):
     """Attempt over on this worker. `reason`: stop | length | moved (a reader of a live hand-off goes on
     with it, since 2); or, with `error`, failed."""
 
-    attempt: int
+    attempt: U64
     reason: str
     error: str | None = None
     retryable: bool = False
@@ -101,46 +103,46 @@ class Ended(msgspec.Struct, array_like=True):
 class Begun(msgspec.Struct, array_like=True):
     """The attempt is scheduled; `n_cached` prompt tokens were found in the cache, here or at a peer."""
 
-    attempt: int
-    n_cached: int
+    attempt: U64
+    n_cached: U64
 
 
 class Stored(msgspec.Struct, array_like=True):
-    parent: int | None
+    parent: U64 | None
     hashes: bytes  # u64 LE, a chain
 
 
 class Events(msgspec.Struct, array_like=True):
     """KV events; `seq` counts frames of events from this epoch, starting at 1."""
 
-    seq: int
-    stored: list[Stored]
+    seq: U64
+    stored: Annotated[list[Stored], MANY]
     removed: bytes  # u64 LE
     cleared: bool = False
 
 
 class LoadReport(msgspec.Struct, array_like=True):
-    step: int
-    running: int
-    waiting: int
-    waiting_tokens: int
-    free_blocks: int  # free + cached: what a new request could get
-    total_blocks: int
-    step_ms: float
+    step: U64
+    running: U64
+    waiting: U64
+    waiting_tokens: U64
+    free_blocks: U64  # free + cached: what a new request could get
+    total_blocks: U64
+    step_ms: Amount
     role: str = ""
     # Reads of KV from peers since the report before; of a streamed hand-off its last chunk alone.
-    moves: int = 0
-    moved_tokens: int = 0
-    move_ms: float = 0.0  # summed
+    moves: U64 = 0
+    moved_tokens: U64 = 0
+    move_ms: Amount = 0.0  # summed
 
 
 class Step(Message, tag="step"):
     """One frame per engine step per frontend; whatever is empty is None."""
 
     tokens: Tokens | None = None
-    logprobs: list[Logprobs] | None = None
-    begun: list[Begun] | None = None
-    ended: list[Ended] | None = None
+    logprobs: Annotated[list[Logprobs], MANY] | None = None
+    begun: Annotated[list[Begun], ROWS] | None = None
+    ended: Annotated[list[Ended], ROWS] | None = None
     events: Events | None = None
     load: LoadReport | None = None
 
@@ -148,8 +150,8 @@ class Step(Message, tag="step"):
 class Snapshot(Message, tag="snap"):
     """Cache content as chains, and the sequence number it is up to date with."""
 
-    seq: int
-    stored: list[Stored]
+    seq: U64
+    stored: Annotated[list[Stored], MANY]
 
 
 class Draining(Message, tag="drain"):

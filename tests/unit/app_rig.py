@@ -77,6 +77,7 @@ class SimWorker:
             key=app.key,
             deadlines=app.config.deadlines,
             registry=registry,
+            health=app.config.health,
         )
         self.control = ControlClient(
             me=self.me, key=app.key, registry=registry, register=Register("worker", self.me.ident, labels)

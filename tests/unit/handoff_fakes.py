@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -20,7 +20,18 @@ from serving.kv.local import LocalTransfer, Switchboard
 from serving.kv.peer_link import PeerLink, PeerLinkHandler, PeerLinks
 from serving.kv.reader import KvReader
 from serving.link import Identity
-from serving.wire import AnyMessage, Handoff, Hello, Message, Pull, Submit, decode, encode, pack_u32
+from serving.wire import (
+    WIRE_VERSION,
+    AnyMessage,
+    Handoff,
+    Hello,
+    Message,
+    Pull,
+    Submit,
+    decode,
+    encode,
+    pack_u32,
+)
 
 BLOCK_BYTES, N_BLOCKS = 32, 64
 TOKEN = 42
@@ -59,7 +70,7 @@ class FakeEngine:
     def end_quarantine(self, attempt: AttemptId) -> None:
         self.unquarantined.append(attempt)
 
-    def kv_arrived(self, attempt: AttemptId, token: int) -> None:
+    def kv_arrived(self, attempt: AttemptId, token: int, drawn: Sequence[int] = ()) -> None:
         self.arrived.append((attempt, token))
 
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
@@ -84,6 +95,7 @@ class MemoryLink:
     def __init__(self, handler: Any, peer: Hello) -> None:
         self.peer: Hello | None = peer
         self.closed = False
+        self.wire_version = WIRE_VERSION
         self.sent: list[Message] = []
         self.hold: Callable[[Message], bool] = lambda message: False  # messages that get stuck
         self._handler = handler

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from serving.door import Door
 from serving.engine.base import FinishReason
 from serving.errors import EngineFailure, KVRelayError, Overloaded, WorkerLost
 from serving.generation import GenerationRequest, Sink
@@ -98,7 +99,7 @@ async def test_a_bad_time_limit_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 async def test_a_body_over_the_limit_is_refused(announced: bool) -> None:
-    client = make_client(body_limit_bytes=2000)
+    client = make_client(door=Door(body_limit_bytes=2000))
     body = b'{"model": "tiny", "prompt": "' + b"x" * 3000 + b'"}'
     headers = {"content-length": str(len(body))} if announced else {}
     reply = await client.send("POST", "/v1/completions", body, headers, parts=5)

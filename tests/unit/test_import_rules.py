@@ -52,9 +52,11 @@ IMPURE = {"ray", "asyncio", "threading", "socket", "torch", "transformers", "nix
 API = {
     "serving.access_log",
     "serving.api",
+    "serving.api_keys",
     "serving.chat",
     "serving.coordinator",
     "serving.detokenize",
+    "serving.door",
     "serving.frontend",
     "serving.frontend_host",
     "serving.intake",

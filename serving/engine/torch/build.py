@@ -16,4 +16,5 @@ def build_torch_engine(config: EngineConfig, directory: Path) -> Engine:
     Loads the weights and allocates the KV pool, which takes a second or more; sets the number of torch's
     threads for the process.
     """
-    return EngineCore(TorchRunner(config, directory), config)
+    runner = TorchRunner(config, directory)
+    return EngineCore(runner, config, vocab_size=runner.vocab_size)

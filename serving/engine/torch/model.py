@@ -31,6 +31,12 @@ class TorchModel:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def vocab_size(self) -> int:
+        """Every token id must be below it."""
+        size: int = self.backbone.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        return size
+
     def __call__(self, step: PackedStep) -> Tensor | None:
         """Compute `step`, writing its KV; logits (draws, vocab) of the rows that draw, None without any."""
         hidden = self.backbone(

@@ -53,6 +53,7 @@ class TorchRunner:
         self.memory = self.pool.memory
         self.layout = layout.fingerprint
         self.context_tokens = card.context_tokens
+        self.vocab_size = self._model.vocab_size
         self.eos_token_ids = card.eos_token_ids
 
     @torch.inference_mode()

@@ -1,0 +1,147 @@
+"""The forecast: what the rate will be when a worker ordered now is ready. Pure.
+
+A Predictor is a function of the past; `planner.predictors` has one a file. This module keeps the past,
+compares each forecast with what came, and adds head-room: the quantile of recent relative errors. So a
+good predictor is cheaper, and a bad one is still safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from planner.predictors import PREDICTORS
+from planner.predictors.past import BIN_S, DAY_BINS, DAY_S, Past
+
+__all__ = ["Forecast", "ForecastState", "forecast", "record"]
+
+KEPT_BINS = 180  # of the recent past
+KEPT_ERRORS = 240
+FEW_ERRORS = 10  # before these, `FIRST_HEADROOM`
+FIRST_HEADROOM = 1.1
+MOST_HEADROOM = 2.0
+FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0)  # in which a jump may show
+FAST_SIGMAS = 3.0  # by which it must stand out
+LEVEL_S = 120.0  # of the rate that counts as the present one
+FADE = 0.1  # of a day's shape, a day
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastState:
+    past: Past = Past()
+    ticks: tuple[tuple[float, float, float], ...] = ()  # (end, window, arrivals) of the last minutes
+    open_arrivals: float = 0.0  # in the bin that is not full
+    open_s: float = 0.0
+    pending: tuple[tuple[float, dict[str, float]], ...] = ()  # (due, forecasts by predictor)
+    errors: dict[str, tuple[float, ...]] | None = None  # actual / forecast, the newest last
+    dispersion: float = 1.0  # variance of arrivals in a tick, by their mean
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    rate: float  # per second at the lead, head-room included
+    expected: float  # without
+    level: float  # now
+    headroom: float
+
+
+def record(
+    state: ForecastState, window_s: float, arrivals: int, lead_s: float, now_s: float
+) -> ForecastState:
+    """`arrivals` came in the `window_s` up to now."""
+    ticks = tuple(t for t in state.ticks if t[0] > now_s - LEVEL_S) + ((now_s, window_s, float(arrivals)),)
+    state = replace(
+        state,
+        ticks=ticks,
+        open_arrivals=state.open_arrivals + arrivals,
+        open_s=state.open_s + window_s,
+        dispersion=_dispersion(ticks),
+    )
+    return _close_bin(state, lead_s, now_s) if state.open_s >= BIN_S else state
+
+
+def forecast(state: ForecastState, predictor: str, quantile: float, lead_s: float, now_s: float) -> Forecast:
+    """At `now_s + lead_s`."""
+    level = _level(state, now_s)
+    known = PREDICTORS[predictor](state.past, lead_s, state.errors or {}) if state.past.bins else None
+    expected = level if known is None else known
+    headroom = _headroom((state.errors or {}).get(predictor, ()), quantile)
+    return Forecast(max(expected * headroom, level), expected, level, headroom)
+
+
+def _close_bin(state: ForecastState, lead_s: float, now_s: float) -> ForecastState:
+    rate = state.open_arrivals / state.open_s
+    past = state.past.with_bin(rate, now_s)
+    errors = dict(state.errors or {})
+    pending = []
+    for due_s, made in state.pending:
+        if due_s > now_s + 0.5 * BIN_S:
+            pending.append((due_s, made))
+            continue
+        for name, value in made.items():
+            ratio = min(max(rate / value if value > 0 else 1.0, 0.1), 10.0)
+            errors[name] = (*errors.get(name, ())[-KEPT_ERRORS + 1 :], ratio)
+    made = {}
+    for name, predict in PREDICTORS.items():
+        if name != "arima":  # costs too much to be made only to be compared
+            value = predict(past, lead_s, errors)
+            if value is not None:
+                made[name] = value
+    pending.append((now_s + lead_s, made))
+    return replace(
+        state, past=past, open_arrivals=0.0, open_s=0.0, pending=tuple(pending), errors=errors
+    )
+
+
+def _headroom(errors: tuple[float, ...], quantile: float) -> float:
+    if len(errors) < FEW_ERRORS:
+        return FIRST_HEADROOM
+    ordered = sorted(errors)
+    at = min(int(quantile * len(ordered)), len(ordered) - 1)
+    return min(max(ordered[at], 1.0), MOST_HEADROOM)
+
+
+def _level(state: ForecastState, now_s: float) -> float:
+    """The present rate. A jump counts as soon as it stands out from what clumps would explain."""
+    mean = _rate(state.ticks, now_s, LEVEL_S)
+    if mean is None:
+        return 0.0
+    level = mean[0]
+    for window_s in FAST_WINDOWS_S:
+        seen = _rate(state.ticks, now_s, window_s)
+        if seen is None:
+            continue
+        rate, span = seen
+        count = rate * span
+        sure = (count - FAST_SIGMAS * math.sqrt(max(count, 1.0) * state.dispersion)) / span
+        level = max(level, sure)
+    return level
+
+
+def _rate(
+    ticks: tuple[tuple[float, float, float], ...], now_s: float, window_s: float
+) -> tuple[float, float] | None:
+    """(rate, time it was measured over) of about the last `window_s`."""
+    count = span = 0.0
+    for end_s, length_s, arrivals in reversed(ticks):
+        if end_s - length_s < now_s - window_s - 1e-6 and span > 0:
+            break
+        count += arrivals
+        span += length_s
+    return (count / span, span) if span > 0 else None
+
+
+def _dispersion(ticks: tuple[tuple[float, float, float], ...]) -> float:
+    """How clumped arrivals are: 1 for Poisson. The highest tick is left out, it may be the jump itself."""
+    counts = sorted(arrivals for _, _, arrivals in ticks)[:-1]
+    if len(counts) < 6:
+        return 1.0
+    mean = sum(counts) / len(counts)
+    if mean <= 0:
+        return 1.0
+    return max(sum((n - mean) ** 2 for n in counts) / len(counts) / mean, 1.0)
+
+
+Predict = Callable[[Past, float, dict[str, tuple[float, ...]]], float | None]
+_ = (DAY_BINS, DAY_S, KEPT_BINS, FADE)

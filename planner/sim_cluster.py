@@ -1,0 +1,480 @@
+"""The simulator: the live router and the planner over workers on a virtual clock.
+
+One event after the other: a request arrives and is placed by `kvrouter`, a worker is done with something,
+a worker becomes ready, KV has moved, a worker fails, the planner's tick. A policy sees the Observation
+that frontends would report and answers with targets (planner.observation.Decision).
+
+Deployments and roles are as in production: a worker belongs to the prefill or the decode deployment, and
+may be lent to the other role; then it first drains. A worker that leaves drains as well. What it costs
+counts from the order to the end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvrouter.deadline import Order
+from kvrouter.events import CacheEvents
+from kvrouter.index import PrefixIndex
+from kvrouter.perf_model import WorkerModels
+from kvrouter.policy_router import build_router
+from kvrouter.router import Choice, RouterRequest, WorkerView
+from planner.observation import Decision, FittedTimes, Observation, PoolSeen, VariantDecision
+from planner.observe import Observer
+from planner.sim_worker import EngineTimes, Job, SimWorker
+from planner.workload import BLOCK_TOKENS, TraceRequest
+from serving.errors import NoWorker
+
+__all__ = ["Admit", "Cluster", "Policy", "Sample", "SimSetup"]
+
+VARIANT = "main"
+ROLES = ("prefill", "decode")
+MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
+
+Admit = Callable[[Job, Choice, float], bool]  # False: refused
+
+
+class Policy(Protocol):
+    """What decides. `decide` is called every `interval_s`."""
+
+    interval_s: float
+
+    def decide(self, observation: Observation, now_s: float) -> Decision: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SimSetup:
+    times: EngineTimes
+    initial: tuple[int, int] = (1, 1)  # prefill, decode replicas that are ready at 0
+    startup_s: float = 60.0
+    startup_spread: float = 0.0  # relative, uniform
+    capacity: int | None = None  # workers that the cluster can place; None: any number
+    mean_time_to_failure_s: float | None = None  # of one worker
+    router: str = "ttft_regret"
+    local_prefill: bool = True
+    order: Order = Order.DEADLINE
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A replica and what is to become of it."""
+
+    ident: str
+    deployment: str
+    role: str
+    ordered_s: float
+    engine: SimWorker
+    state: str = "pending"  # pending | starting | ready | draining | gone
+    becomes: str | None = None  # the role it drains for
+    gone_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """At one tick."""
+
+    at_s: float
+    ready: tuple[int, int]  # by role, those that take requests
+    starting: int
+    draining: int  # those on the way to another role too
+    queued: int
+    decoding: int
+    targets: tuple[int, int]
+    reason: str
+
+
+class Cluster:
+    """`run` once; then read `jobs`, `samples`, `gpu_s` and `scale_events`."""
+
+    def __init__(self, setup: SimSetup, policy: Policy, admit: Admit | None = None) -> None:
+        self.setup = setup
+        self.policy = policy
+        self.admit = admit
+        self.jobs: list[Job] = []
+        self.samples: list[Sample] = []
+        self.scale_events = 0
+        self.failures = 0
+        self.workers: dict[str, _Worker] = {}
+        self.end_s = 0.0
+        self._index = PrefixIndex()
+        self._router = build_router(
+            setup.router,
+            seed=setup.seed,
+            caches=CacheEvents(self._index),
+            models=lambda: WorkerModels.from_priors(prefill=setup.times.prefill, step=setup.times.step),
+            order=setup.order,
+            local=setup.local_prefill,
+        )
+        self._random = random.Random(setup.seed)
+        self._events: list[tuple[float, int, str, Any]] = []
+        self._number = 0
+        self._planned: dict[str, float] = {}  # worker -> its event that counts
+        self._held: deque[Job] = deque()  # nobody can take them now
+        self._attempts = 0
+        self._last: VariantDecision | None = None
+        times = setup.times
+        self.observer = Observer(FittedTimes(times.prefill, times.step, 0.0, 0.0, 1000))
+        for role, count in zip(ROLES, setup.initial, strict=True):
+            for _ in range(count):
+                self._become_ready(self._order(role, 0.0), 0.0)
+
+    def run(
+        self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
+    ) -> None:
+        """All of `requests`, until the last one is answered."""
+        waiting = iter(requests)
+        request = next(waiting, None)
+        events = self._events
+        end_s = requests[-1].arrival_s if requests else 0.0
+        self._tick(0.0)
+        while request is not None or events:
+            if request is not None and (not events or request.arrival_s <= events[0][0]):
+                self._arrive(request)
+                request = next(waiting, None)
+                if progress is not None and len(self.jobs) % 256 == 0:
+                    progress(len(self.jobs) / len(requests))
+                continue
+            now_s, _, kind, what = heapq.heappop(events)
+            if kind == "worker":
+                if self._planned.get(what) == now_s:
+                    self._on_worker(self.workers[what], now_s)
+            elif kind == "tick":
+                if request is not None or self._router.in_flight or self._held:
+                    self._tick(now_s)
+            elif kind == "moved":
+                self._on_moved(*what, now_s)
+            elif kind == "ready":
+                if self.workers[what].state == "starting":
+                    self._become_ready(self.workers[what], now_s)
+            elif kind == "fail":
+                self._fail(self.workers[what], now_s)
+        self.end_s = max([end_s, *(job.finished_s or 0.0 for job in self.jobs)])
+
+    @property
+    def gpu_s(self) -> float:
+        return sum(
+            (self.end_s if w.gone_s is None else w.gone_s) - w.ordered_s for w in self.workers.values()
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _arrive(self, request: TraceRequest) -> None:
+        self._attempts += 2
+        job = Job(self._attempts, request, request.prompt_tokens, max(request.output_tokens, 1))
+        self.jobs.append(job)
+        self._place(job, request.arrival_s, first=True)
+
+    def _place(self, job: Job, now_s: float, *, first: bool = False) -> None:
+        wanted = RouterRequest(
+            tokens=array("I", bytes(4 * job.context_tokens)),  # only its length is looked at
+            namespace=0,
+            max_tokens=MOST_OUTPUT_TOKENS,
+            hashes=job.request.hashes,
+        )
+        try:
+            choice = self._router.choose(wanted, now_s)
+        except NoWorker:
+            if first:
+                self.observer.arrived(now_s, job.context_tokens, job.context_tokens)
+            self._held.append(job)
+            return
+        if first:
+            self.observer.arrived(now_s, job.context_tokens, job.context_tokens - choice.cached_tokens)
+            if self.admit is not None and not self.admit(job, choice, now_s):
+                job.rejected = True
+                return
+        job.held_s = now_s
+        job.prefill, job.decode = choice.prefill or choice.decode, choice.decode
+        self._router.book(job.attempt, job.prefill, wanted, now_s)
+        if choice.prefill is not None:
+            self._router.book(job.attempt + 1, job.decode, wanted, now_s)
+        worker = self.workers[job.prefill]
+        worker.engine.submit(job, now_s)
+        self._after(worker, now_s)
+
+    def _after(self, worker: _Worker, now_s: float) -> None:
+        """Something changed on the worker: say what began, plan its next event, let it go if it may."""
+        for job in worker.engine.begun:
+            self._router.begun(job.attempt, job.cached_tokens or 0, now_s)
+        worker.engine.begun.clear()
+        at_s = worker.engine.next_event_s()
+        if at_s is None:
+            self._planned.pop(worker.ident, None)
+            if worker.state == "draining" or worker.becomes is not None:
+                self._drained(worker, now_s)
+        elif self._planned.get(worker.ident) != at_s:
+            self._planned[worker.ident] = at_s
+            self._push(at_s, "worker", worker.ident)
+
+    def _on_worker(self, worker: _Worker, now_s: float) -> None:
+        computed, ended = worker.engine.advance(now_s)
+        for job in computed:
+            self._router.computed(job.attempt, now_s)
+            if job.first_token_s is None:
+                job.first_token_s = now_s
+                job.first_own_ms = job.own_ms
+                self.observer.first_token(now_s - job.request.arrival_s)
+            if job.left_tokens <= 1:
+                self._finish(job, now_s)
+            elif job.decode == worker.ident:
+                worker.engine.hand_over(job, now_s)
+            else:
+                self._push(now_s + self.setup.times.move_ms / 1e3, "moved", (job, job.attempt))
+        for job in ended:
+            self._finish(job, now_s)
+        self._after(worker, now_s)
+
+    def _on_moved(self, job: Job, attempt: int, now_s: float) -> None:
+        if job.attempt != attempt:
+            return  # it was resumed elsewhere meanwhile
+        worker = self.workers[job.decode]
+        self._router.release(job.attempt)
+        worker.engine.hand_over(job, now_s)
+        self._after(worker, now_s)
+        self._let_go(job.prefill, now_s)
+
+    def _finish(self, job: Job, now_s: float) -> None:
+        job.finished_s = now_s
+        self._router.release(job.attempt)
+        self._router.release(job.attempt + 1)
+        self.observer.finished(job.request.prompt_tokens, job.request.output_tokens)
+
+    def _let_go(self, ident: str, now_s: float) -> None:
+        worker = self.workers[ident]
+        if worker.engine.idle and (worker.state == "draining" or worker.becomes is not None):
+            self._drained(worker, now_s)
+
+    # ------------------------------------------------------------ workers
+
+    def _order(self, deployment: str, now_s: float) -> _Worker:
+        ident = f"{deployment[0]}{len(self.workers)}"
+        engine = SimWorker(ident, self.setup.times, self.setup.order, self._on_stored)
+        worker = _Worker(ident, deployment, deployment, now_s, engine)
+        self.workers[ident] = worker
+        return worker
+
+    def _place_pending(self, now_s: float) -> None:
+        """As many as the cluster has room for start."""
+        placed = sum(1 for w in self.workers.values() if w.state in ("starting", "ready", "draining"))
+        for worker in self.workers.values():
+            if worker.state == "pending":
+                if self.setup.capacity is not None and placed >= self.setup.capacity:
+                    return
+                placed += 1
+                worker.state = "starting"
+                spread = 1 + self.setup.startup_spread * self._random.uniform(-1, 1)
+                self._push(now_s + self.setup.startup_s * spread, "ready", worker.ident)
+
+    def _become_ready(self, worker: _Worker, now_s: float) -> None:
+        worker.state = "ready"
+        self._show(worker, draining=False)
+        if self.setup.mean_time_to_failure_s is not None:
+            lives_s = self._random.expovariate(1 / self.setup.mean_time_to_failure_s)
+            self._push(now_s + lives_s, "fail", worker.ident)
+        self._place_held(now_s)
+
+    def _show(self, worker: _Worker, *, draining: bool) -> None:
+        times = self.setup.times
+        blocks = times.cache_blocks if worker.role == "prefill" else times.kv_tokens // BLOCK_TOKENS
+        self._router.add_worker(
+            WorkerView(worker.ident, worker.role, BLOCK_TOKENS, blocks, times.max_batch, draining)
+        )
+
+    def _place_held(self, now_s: float) -> None:
+        for _ in range(len(self._held)):
+            self._place(self._held.popleft(), now_s)
+
+    def _drained(self, worker: _Worker, now_s: float) -> None:
+        if any(booked in (worker.ident,) for booked in self._booked(worker)):
+            return
+        if worker.state == "draining":
+            worker.state, worker.gone_s = "gone", now_s
+            self._router.remove_worker(worker.ident)
+            self._planned.pop(worker.ident, None)
+            self._place_pending(now_s)
+        elif worker.becomes is not None:
+            worker.role, worker.becomes = worker.becomes, None
+            self._show(worker, draining=False)
+            self._place_held(now_s)
+
+    def _booked(self, worker: _Worker) -> list[str]:
+        """Requests on their way to it keep it from leaving: prompts that another worker computes for it."""
+        return [worker.ident] if self._router.load_of(worker.ident).bookings else []
+
+    def _fail(self, worker: _Worker, now_s: float) -> None:
+        """Its requests go on elsewhere, from prompt and what they have; a new replica takes its place."""
+        if worker.state not in ("ready", "draining"):
+            return
+        self.failures += 1
+        leaving = worker.state == "draining"
+        lost = [job for job in self._in_flight() if worker.ident in (job.decode, job.prefill)]
+        here = {id(job) for job in worker.engine.jobs()}
+        worker.state, worker.gone_s = "gone", now_s
+        self._planned.pop(worker.ident, None)
+        for job in lost:
+            other = self.workers[job.decode]
+            if job.decode != worker.ident and id(job) not in here:
+                continue  # its KV has been handed over, or is on its way from memory that was read
+            if other is not worker and id(job) not in here:
+                continue
+            self._router.release(job.attempt)
+            self._router.release(job.attempt + 1)
+        self._router.remove_worker(worker.ident)
+        for job in lost:
+            if id(job) in here or job.decode == worker.ident:
+                self._resume(job, worker, id(job) in here, now_s)
+        if not leaving:
+            self._order(worker.deployment, now_s)
+            self._place_pending(now_s)
+
+    def _resume(self, job: Job, failed: _Worker, was_here: bool, now_s: float) -> None:
+        if not was_here and job.first_token_s is None:
+            # Its prompt computes elsewhere for a decode worker that is gone: take it back.
+            self.workers[job.prefill].engine.drop(job, now_s)
+            self._after(self.workers[job.prefill], now_s)
+        emitted = 0
+        if job.first_token_s is not None:
+            emitted = failed.engine.emitted(job) if was_here and job.end_count else 1
+        self._attempts += 2
+        job.attempt = self._attempts
+        job.context_tokens += emitted
+        job.left_tokens = max(job.left_tokens - emitted, 1)
+        job.cached_tokens, job.end_count = None, 0.0
+        job.resumed += 1
+        self._place(job, now_s)
+
+    def _in_flight(self) -> list[Job]:
+        return [job for job in self.jobs if job.finished_s is None and not job.rejected]
+
+    # ------------------------------------------------------------ planner
+
+    def _tick(self, now_s: float) -> None:
+        observation = self._observe(now_s)
+        decision = self.policy.decide(observation, now_s).variants[VARIANT]
+        self._apply(decision, now_s)
+        roles = [sum(1 for w in self._ready(role)) for role in ROLES]
+        states = [w.state for w in self.workers.values()]
+        self.samples.append(
+            Sample(
+                at_s=now_s,
+                ready=(roles[0], roles[1]),
+                starting=states.count("starting") + states.count("pending"),
+                draining=states.count("draining")
+                + sum(1 for w in self.workers.values() if w.becomes is not None),
+                queued=sum(w.engine.queued for w in self.workers.values()),
+                decoding=sum(w.engine.batch for w in self.workers.values()),
+                targets=decision.roles,
+                reason=decision.reason,
+            )
+        )
+        self._push(now_s + self.policy.interval_s, "tick", None)
+
+    def _ready(self, role: str) -> list[_Worker]:
+        return [
+            w
+            for w in self.workers.values()
+            if w.state == "ready" and w.role == role and w.becomes is None
+        ]
+
+    def _observe(self, now_s: float) -> Observation:
+        pools: dict[str, PoolSeen] = {}
+        for name in ROLES:
+            own = [w for w in self.workers.values() if w.deployment == name]
+            ready = [w for w in own if w.state == "ready"]
+            lent = sum(1 for w in ready if (w.becomes or w.role) != name)
+            pools[name] = PoolSeen(
+                ready=len(ready) - lent,
+                lent=lent,
+                starting=sum(1 for w in own if w.state in ("pending", "starting")),
+                draining=sum(1 for w in own if w.state == "draining"),
+            )
+        oldest = [s for w in self.workers.values() if (s := w.engine.oldest_s()) is not None]
+        oldest += [job.request.arrival_s for job in self._held]
+        times = self.setup.times
+        seen = self.observer.observe(
+            now_s,
+            pools,
+            queue_age_s=now_s - min(oldest) if oldest else 0.0,
+            queued=sum(w.engine.queued for w in self.workers.values()) + len(self._held),
+            decoding=sum(w.engine.batch for w in self.workers.values()),
+            kv_tokens=times.kv_tokens,
+            max_batch=times.max_batch,
+        )
+        return Observation({VARIANT: seen}, frontends=1, inflight=self._router.in_flight // 2)
+
+    def _apply(self, decision: VariantDecision, now_s: float) -> None:
+        last = self._last
+        if last is not None:
+            self.scale_events += sum(
+                before != after
+                for before, after in (
+                    (last.prefill, decision.prefill),
+                    (last.decode, decision.decode),
+                    (last.lent, decision.lent),
+                )
+            )
+        self._last = decision
+        for name, target in (("prefill", decision.prefill), ("decode", decision.decode)):
+            own = [
+                w
+                for w in self.workers.values()
+                if w.deployment == name and w.state in ("pending", "starting", "ready")
+            ]
+            for _ in range(target - len(own)):
+                self._order(name, now_s)
+            for worker in sorted(own, key=_cost_of_leaving)[: max(len(own) - target, 0)]:
+                self._leave(worker, now_s)
+        self._lend("decode", "prefill", max(decision.lent, 0), now_s)
+        self._lend("prefill", "decode", max(-decision.lent, 0), now_s)
+        self._place_pending(now_s)
+
+    def _leave(self, worker: _Worker, now_s: float) -> None:
+        if worker.state in ("pending", "starting"):
+            worker.state, worker.gone_s = "gone", now_s
+            return
+        worker.state, worker.becomes = "draining", None
+        self._show(worker, draining=True)
+        self._let_go(worker.ident, now_s)
+
+    def _lend(self, deployment: str, role: str, count: int, now_s: float) -> None:
+        """`count` workers of `deployment` shall play `role`."""
+        ready = [w for w in self.workers.values() if w.deployment == deployment and w.state == "ready"]
+        away = [w for w in ready if (w.becomes or w.role) == role]
+        home = [w for w in ready if (w.becomes or w.role) != role]
+        for worker in sorted(home, key=_cost_of_leaving)[: max(count - len(away), 0)]:
+            self._turn(worker, role, now_s)
+        for worker in sorted(away, key=_cost_of_leaving)[: max(len(away) - count, 0)]:
+            self._turn(worker, deployment, now_s)
+
+    def _turn(self, worker: _Worker, role: str, now_s: float) -> None:
+        if worker.role == role:  # it was on its way: it stays after all
+            worker.becomes = None
+            self._show(worker, draining=False)
+            return
+        worker.becomes = role
+        self._show(worker, draining=True)
+        self._let_go(worker.ident, now_s)
+
+    # ------------------------------------------------------------
+
+    def _push(self, at_s: float, kind: str, what: Any) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (at_s, self._number, kind, what))
+
+    def _on_stored(self, name: str, chain: Sequence[int], first_new: int, evicted: list[int]) -> None:
+        parent = chain[first_new - 1] if first_new else None
+        self._index.store(name, parent, list(chain[first_new:]))
+        if evicted:
+            self._index.remove(name, evicted)
+
+
+def _cost_of_leaving(worker: _Worker) -> tuple[bool, bool, float]:
+    """Who has not begun goes first, then who has least to do."""
+    return worker.state != "pending", worker.state != "starting", worker.engine.queued + worker.engine.batch

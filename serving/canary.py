@@ -1,0 +1,237 @@
+"""A worker's look at itself: does its engine still answer, and does it get its blocks back?
+
+    canary    When no step ended for a while, or attempts failed without one, a tiny generation is asked
+              of the engine. FAILURES in a row: the worker is *unfit*, takes no new requests and has itself
+              replaced.
+    blocks    With nothing in flight, blocks that cannot be had are a leak. That only makes the worker
+              *ill*: it says so and goes on.
+
+A step that ends is as good as a canary, so a busy worker sends none. The canary's prompt and answer
+together are shorter than a block: nothing of them is ever cached, and no KV event tells of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from array import array
+from typing import Protocol
+
+from kvrouter.hashing import namespace_seed
+from serving.config import HealthConfig
+from serving.engine.base import (
+    TOKEN_TYPECODE,
+    AttemptId,
+    Engine,
+    EngineDied,
+    Load,
+    Mode,
+    SamplingParams,
+    StepOutput,
+    Work,
+)
+from serving.metrics import Labels, Registry
+
+log = logging.getLogger("kvrelay.worker")
+
+FAILURES = 3  # in a row
+UNFIT_DRAIN_S = 30.0  # so long an unfit worker's requests may take to go elsewhere
+AGAIN_S = 1.0  # after a failure, and between canaries that failing attempts call for
+LOOK_S = 1.0  # at the blocks
+ILL_CHARS = 200  # of a text that goes out with every beat
+LEAK_S = 10.0  # so long below the floor
+PROMPT = (1, 2, 3)  # any tokens: what is answered does not matter
+NEW_TOKENS = 2
+_OWN_NAMES = 1 << 63  # frontends leave this bit of their attempts clear
+
+
+class Watched(Protocol):
+    """The worker that looks at itself."""
+
+    engine: Engine
+
+    @property
+    def busy(self) -> bool:
+        """Attempts, reads or leases are under way."""
+
+    def work_is_runnable(self) -> None:
+        """Say so in the next beats, until the engine's next output."""
+
+    def drain(self) -> None: ...
+
+    def undrain(self) -> None: ...
+
+
+class Canary:
+    """`start` and `stop` are a pair, on one event loop; `on_step` hears all outputs of the engine there."""
+
+    def __init__(self, worker: Watched, config: HealthConfig, registry: Registry) -> None:
+        self._worker = worker
+        self._engine = worker.engine
+        self._config = config
+        self._unfit_s = 0.0  # since when
+        self._loop = asyncio.get_running_loop()
+        self._worked_s = self._loop.time()  # when the last step ended
+        self._doubt = asyncio.Event()
+        self._attempt: AttemptId | None = None
+        self._answer: asyncio.Future[str] | None = None  # "": all is well
+        self._failures = 0
+        self._why = ""
+        self._load: Load | None = None
+        self._low_since_s: float | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._seconds = registry.histogram("canary_seconds", "Generations a worker asks of itself")
+        self._failed = registry.counter("canary_failures", "Those of them that failed or were late")
+        registry.gauge("worker_ill", "1 for what is wrong with a worker now", self._ills, ("reason",))
+
+    def start(self) -> None:
+        self._worked_s = self._loop.time()
+        self._tasks = [self._loop.create_task(self._watch_blocks())]
+        if self._config.canary_s:
+            self._tasks.append(self._loop.create_task(self._watch_engine()))
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    @property
+    def unfit(self) -> bool:
+        return self._failures >= FAILURES
+
+    @property
+    def ill(self) -> str:
+        """What is wrong, in a line; empty when nothing is."""
+        if self.unfit:
+            return f"{self._failures} canaries in a row failed: {self._why[:ILL_CHARS]}"
+        return self._leak
+
+    def check(self) -> None:
+        """Raises EngineDied when the worker should be replaced: an unfit one once its requests are
+        elsewhere, or had time enough to be."""
+        if self._engine.died is not None:
+            raise EngineDied(f"the engine died: {self._engine.died!r}")
+        late = self._loop.time() - self._unfit_s > UNFIT_DRAIN_S
+        if self.unfit and (late or not self._worker.busy):
+            raise EngineDied(self.ill)
+
+    def on_step(self, output: StepOutput) -> None:
+        self._load = output.load
+        if output.load.batch_tokens:
+            self._worked_s = self._loop.time()
+        elif output.failed:
+            self._doubt.set()
+        if self._attempt is None:
+            return
+        for failed in output.failed:
+            if failed.attempt == self._attempt:
+                self._settle(failed.message)
+        for finished in output.finished:
+            if finished.attempt == self._attempt:
+                self._settle("")
+
+    # ------------------------------------------------------------ the engine
+
+    async def _watch_engine(self) -> None:
+        while True:
+            await self._due()
+            began_s = self._loop.time()
+            why = await self._ask()
+            if why and self._worked_s > began_s:
+                why = ""  # it was not the canary's turn, but something went on
+            if not why:
+                self._seconds.observe(self._loop.time() - began_s)
+                self._well()
+                continue
+            self._failed.inc()
+            self._why = why
+            self._failures += 1
+            log.warning("canary failed, %d in a row: %s", self._failures, why)
+            if self._failures == FAILURES:
+                self._unfit_s = self._loop.time()
+                self._worker.drain()
+
+    async def _due(self) -> None:
+        """Until there is reason to ask."""
+        if self._failures:
+            await asyncio.sleep(AGAIN_S)
+            return
+        while (left_s := self._worked_s + self._config.canary_s - self._loop.time()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._doubt.wait()
+                await asyncio.sleep(AGAIN_S)
+                self._doubt.clear()
+                return
+
+    async def _ask(self) -> str:
+        """Why the canary failed; empty when it did not."""
+        self._attempt = AttemptId(_OWN_NAMES | int.from_bytes(os.urandom(8), "little"))
+        self._answer = self._loop.create_future()
+        work = Work(
+            attempt=self._attempt,
+            mode=Mode.LOCAL,
+            tokens=array(TOKEN_TYPECODE, PROMPT),
+            n_prompt=len(PROMPT),
+            params=SamplingParams(max_tokens=NEW_TOKENS, seed=0, temperature=0.0, ignore_eos=True),
+            namespace=namespace_seed("canary"),
+        )
+        timeout_s = self._config.canary_timeout_s
+        try:
+            self._worker.work_is_runnable()
+            self._engine.submit(work)
+            async with asyncio.timeout(timeout_s):
+                return await self._answer
+        except TimeoutError:
+            return f"no answer within {timeout_s:g} s"
+        except (EngineDied, ValueError) as error:
+            return str(error)
+        finally:
+            self._engine.cancel(self._attempt)
+            self._attempt = self._answer = None
+
+    def _settle(self, why: str) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(why)
+
+    def _well(self) -> None:
+        if self.unfit:
+            log.warning("canaries are answered again")
+            self._worker.undrain()
+        self._failures = 0
+
+    # ------------------------------------------------------------ the blocks
+
+    async def _watch_blocks(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look_at_blocks()
+
+    def look_at_blocks(self) -> None:
+        """Idle or not, short of blocks or not, as of now."""
+        load = self._load
+        if load is None or self._attempt is not None or not self._engine.capabilities.block_states:
+            return
+        blocks = load.blocks
+        floor = self._config.free_blocks_floor
+        if floor is None:
+            floor = blocks.total // 2
+        idle = not load.running and not load.waiting and not blocks.leased and not self._worker.busy
+        if not idle or blocks.free + blocks.cached >= floor:
+            self._low_since_s = None
+        elif self._low_since_s is None:
+            self._low_since_s = self._loop.time()
+
+    @property
+    def _leak(self) -> str:
+        since_s, load = self._low_since_s, self._load
+        if load is None or since_s is None or self._loop.time() - since_s < LEAK_S:
+            return ""
+        blocks = load.blocks
+        return f"{blocks.free + blocks.cached} of {blocks.total} blocks can be had while nothing runs"
+
+    def _ills(self) -> dict[Labels, float]:
+        return {("canary",): float(self.unfit), ("blocks",): float(bool(self._leak))}

@@ -1,0 +1,1 @@
+"""TensorRT-LLM behind the engine seam, through its LLM API; what the installed version has is looked up."""
