@@ -35,7 +35,10 @@ class SimReference:
         self._engine.start(self._on_step)
 
     def learn(self, asks: Sequence[Ask]) -> None:
-        """Answer them all; more tokens than an ask known before may ask for replace it."""
+        """Answer those that are not known yet."""
+        asks = [ask for ask in asks if len(self._known.get((ask.prompt, ask.seed), ())) < ask.max_tokens]
+        if not asks:
+            return
         self._done.clear()
         self._left = len(asks)
         numbers = [next(self._numbers) for _ in asks]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.faults [--json] [--only NAME[,NAME]] [--list]
 
-24 live streams of 250 tokens, one every 20 ms, from `sim` workers with real NIXL: two prefill, three decode,
-two frontends. Then one fault at a time. Every token is compared by position with the answer of an engine
+24 live streams of 250 tokens, one every 20 ms, from `sim` workers with real NIXL: two prefill,
+three decode, two frontends. Then one fault at a time. Every token is compared by position with the answer of an engine
 that nothing happens to. Per fault:
 
     streams, completed   asked for, and ended whole

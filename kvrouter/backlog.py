@@ -9,8 +9,17 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
-__all__ = ["Backlog"]
+__all__ = ["Backlog", "Slack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slack:
+    """How far the prompts that a new one would overtake may be delayed."""
+
+    ms: float  # until the first of them misses its limit; inf: nobody has one
+    clears_ms: float = 0.0  # from now, until that one is done or would not be overtaken any more
 
 
 @dataclass(slots=True)
@@ -18,6 +27,7 @@ class _Prompt:
     due_s: float
     number: int  # of arrival, for ties
     left_ms: float
+    limit_s: float = inf  # when it should be done, whatever the order
 
     def __lt__(self, other: _Prompt) -> bool:
         return (self.due_s, self.number) < (other.due_s, other.number)
@@ -39,10 +49,12 @@ class Backlog:
     def __contains__(self, attempt: int) -> bool:
         return attempt in self._by_attempt
 
-    def add(self, attempt: int, due_s: float, work_ms: float, now_s: float) -> None:
+    def add(
+        self, attempt: int, due_s: float, work_ms: float, now_s: float, limit_s: float = inf
+    ) -> None:
         self._work_off(now_s)
         self._arrivals += 1
-        prompt = _Prompt(due_s, self._arrivals, work_ms)
+        prompt = _Prompt(due_s, self._arrivals, work_ms, limit_s)
         self._by_attempt[attempt] = prompt
         insort(self._queue, prompt)
 
@@ -101,6 +113,22 @@ class Backlog:
                 break
             ahead += prompt.left_ms
         return ahead
+
+    def slack(self, due_s: float, now_s: float) -> Slack:
+        """Of our prompts that one due at `due_s` would make wait. Those that are late already do not count:
+        to spare them would help nobody."""
+        if not self._queue:
+            return Slack(inf)
+        self._work_off(now_s)
+        done_ms, least, clears_ms = self._others_ms, inf, 0.0
+        for prompt in self._queue:
+            done_ms += prompt.left_ms
+            if prompt.due_s <= due_s or prompt.left_ms <= 0:
+                continue
+            slack_ms = (prompt.limit_s - now_s) * 1e3 - done_ms
+            if 0 <= slack_ms < least:
+                least, clears_ms = slack_ms, min(done_ms, (prompt.due_s - due_s) * 1e3)
+        return Slack(least, clears_ms)
 
     def left_ms(self, attempts: Iterable[int], due_s: float | None, now_s: float) -> float:
         """What is left of `attempts`, or of those among them due by `due_s`."""

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
-from kvrouter.backlog import Backlog
+from kvrouter.backlog import Backlog, Slack
 from kvrouter.deadline import Order, due_s
 from kvrouter.perf_model import WorkerModels
 from kvrouter.router import LoadLike, WorkerView
@@ -38,6 +39,7 @@ class Booking:
     blocks: int  # prompt and expected output, 0 where its KV does not stay
     booked_s: float
     counted_tokens: int = 0  # as which reports count it until it begins: not in the cache now
+    limit_s: float = inf  # when its first token should be out
     computed: bool = False
 
 
@@ -85,7 +87,7 @@ class WorkerLoad:
             self._computing[booking.attempt] = booking
             self._own_tokens += booking.uncached_tokens
             due = due_s(self.order, now_s, booking.prefill_ms)
-            self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s)
+            self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s, booking.limit_s)
 
     def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
         """The worker began on the prompt in its last step and found `cached_tokens` of it."""
@@ -205,6 +207,15 @@ class WorkerLoad:
         """Own prompts that one due then would delay."""
         return self._backlog.behind(due_s, now_s)
 
+    def slack(self, due_s: float, now_s: float) -> Slack:
+        """How far one due then may delay those behind it."""
+        return self._backlog.slack(due_s, now_s)
+
+    @property
+    def computing_ms(self) -> list[float]:
+        """Time of each own prompt that is not computed yet, as predicted when it came."""
+        return [booking.prefill_ms for booking in self._computing.values()]
+
     def _unreported_ms(self, now_s: float, due_s: float | None) -> float:
         """What the other frontends are expected to have sent since the last report: as much as we did."""
         return (self.frontends - 1) * self._backlog.left_ms(self._recent, due_s, now_s)
@@ -226,14 +237,16 @@ class WorkerLoad:
     @property
     def kv_blocks(self) -> int:
         """Blocks held by the prompts of requests here."""
-        return max(self._own_prompt_blocks, self._reported_blocks())
+        return max(self._own_prompt_blocks, self.used_blocks)
 
     @property
     def promised_blocks(self) -> int:
         """Blocks of requests here when all of them have their expected output."""
-        return max(self._own_blocks, self._reported_blocks())
+        return max(self._own_blocks, self.used_blocks)
 
-    def _reported_blocks(self) -> int:
+    @property
+    def used_blocks(self) -> int:
+        """Blocks in use as the worker said, and of what was sent since; 0 before it said anything."""
         if self._report is None:
             return 0
         recent = sum(self.bookings[attempt].blocks for attempt in self._recent)

@@ -42,6 +42,7 @@ class LinearModel:
             raise ValueError(f"coefficients must be >= 0 and not all 0, got {prior}")
         self.coefficients = list(prior)
         self.samples = 0  # taken in
+        self.evidence = 0  # samples behind the coefficients, those of a peer they were taken from included
         self.outliers = 0  # left out
         self._covariance: list[list[float]] = []
         self._most: list[float] = []  # variances it started with
@@ -82,6 +83,7 @@ class LinearModel:
         scale = max(expected, ms)
         self._update([x / scale for x in features], (ms - self.ms(features)) / scale)
         self.samples += 1
+        self.evidence += 1
         return True
 
     def _spread(self, features: tuple[float, ...], ms: float) -> list[list[float]]:
@@ -196,6 +198,7 @@ class WorkerModels:
         for mine, theirs in zip(self._linears(), other._linears(), strict=True):
             if theirs.samples:
                 mine.coefficients = list(theirs.coefficients)
+                mine.evidence = theirs.evidence
 
     def _linears(self) -> tuple[LinearModel, LinearModel, LinearModel]:
         return self.prefill.linear, self.step.linear, self.move.linear

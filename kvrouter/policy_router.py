@@ -251,6 +251,7 @@ class PolicyRouter:
                 blocks=-(-(prompt + output) // load.view.block_tokens),
                 booked_s=now_s,
                 counted_tokens=max(prompt - stored, 1),
+                limit_s=request.limit_s,
             ),
             now_s,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 __all__ = ["Choice", "LoadLike", "Router", "RouterRequest", "WorkerView"]
@@ -39,6 +40,7 @@ class RouterRequest:
     avoid: frozenset[str] = frozenset()  # workers that failed it: only when nobody else is left
     hashes: Sequence[int] | None = None  # of the full blocks of `tokens`; None: the router makes them
     choice: Choice | None = None  # what `choose` answered last, for `book`
+    limit_s: float = inf  # when its first token should be out, for `book`
 
 
 @dataclass(slots=True)

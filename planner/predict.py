@@ -56,7 +56,7 @@ def record(
         ticks=ticks,
         open_arrivals=state.open_arrivals + arrivals,
         open_s=state.open_s + window_s,
-        dispersion=_dispersion(ticks),
+        dispersion=_dispersion(state.ticks),  # without this tick: it may be the jump itself
     )
     return _close_bin(state, lead_s, now_s) if state.open_s >= BIN_S else state
 
@@ -133,8 +133,8 @@ def _rate(
 
 
 def _dispersion(ticks: tuple[tuple[float, float, float], ...]) -> float:
-    """How clumped arrivals are: 1 for Poisson. The highest tick is left out, it may be the jump itself."""
-    counts = sorted(arrivals for _, _, arrivals in ticks)[:-1]
+    """How clumped arrivals are: 1 for Poisson."""
+    counts = [arrivals for _, _, arrivals in ticks]
     if len(counts) < 6:
         return 1.0
     mean = sum(counts) / len(counts)

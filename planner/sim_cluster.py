@@ -25,7 +25,7 @@ from kvrouter.index import PrefixIndex
 from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import build_router
 from kvrouter.router import Choice, RouterRequest, WorkerView
-from planner.observation import Decision, FittedTimes, Observation, PoolSeen, VariantDecision
+from planner.observation import Arrival, Decision, FittedTimes, Observation, PoolSeen, VariantDecision
 from planner.observe import Observer
 from planner.sim_worker import EngineTimes, Job, SimWorker
 from planner.workload import BLOCK_TOKENS, TraceRequest
@@ -120,7 +120,7 @@ class Cluster:
         self._attempts = 0
         self._last: VariantDecision | None = None
         times = setup.times
-        self.observer = Observer(FittedTimes(times.prefill, times.step, 0.0, 0.0, 1000))
+        self.observer: Observer = Observer(FittedTimes(times.prefill, times.step, 0.0, 0.0, 1000))
         for role, count in zip(ROLES, setup.initial, strict=True):
             for _ in range(count):
                 self._become_ready(self._order(role, 0.0), 0.0)
@@ -133,6 +133,7 @@ class Cluster:
         request = next(waiting, None)
         events = self._events
         end_s = requests[-1].arrival_s if requests else 0.0
+        self.observer.reported(0.0)
         self._tick(0.0)
         while request is not None or events:
             if request is not None and (not events or request.arrival_s <= events[0][0]):
@@ -182,11 +183,12 @@ class Cluster:
             choice = self._router.choose(wanted, now_s)
         except NoWorker:
             if first:
-                self.observer.arrived(now_s, job.context_tokens, job.context_tokens)
+                self.observer.arrived(Arrival(now_s, job.context_tokens, job.context_tokens))
             self._held.append(job)
             return
         if first:
-            self.observer.arrived(now_s, job.context_tokens, job.context_tokens - choice.cached_tokens)
+            uncached = job.context_tokens - choice.cached_tokens
+            self.observer.arrived(Arrival(now_s, job.context_tokens, uncached))
             if self.admit is not None and not self.admit(job, choice, now_s):
                 job.rejected = True
                 return
@@ -220,7 +222,6 @@ class Cluster:
             if job.first_token_s is None:
                 job.first_token_s = now_s
                 job.first_own_ms = job.own_ms
-                self.observer.first_token(now_s - job.request.arrival_s)
             if job.left_tokens <= 1:
                 self._finish(job, now_s)
             elif job.decode == worker.ident:

@@ -22,6 +22,7 @@ class _Breaker:
     failures: int = 0  # in a row
     open_s: float = 0.0  # length of the last opening; 0: never opened since the last success
     until_s: float = 0.0  # nothing is placed before
+    trial: bool = False  # something was placed since it opened
 
 
 class Breakers:
@@ -34,8 +35,9 @@ class Breakers:
         """Whether it opens by this."""
         breaker = self._breakers.setdefault(worker, _Breaker())
         breaker.failures += 1
-        if breaker.failures < THRESHOLD or (breaker.open_s and now_s < breaker.until_s - TRIAL_S):
+        if not (breaker.trial if breaker.open_s else breaker.failures >= THRESHOLD):
             return False  # not yet; or a failure of what was placed before it opened
+        breaker.trial = False
         breaker.open_s = min(breaker.open_s * 2 or FIRST_OPEN_S, LONGEST_OPEN_S)
         breaker.until_s = now_s + breaker.open_s
         return True
@@ -53,6 +55,7 @@ class Breakers:
         """A request goes to `worker`: if that is its trial, others wait for the outcome."""
         breaker = self._breakers.get(worker)
         if breaker is not None and breaker.open_s:
+            breaker.trial = True
             breaker.until_s = max(breaker.until_s, now_s + TRIAL_S)
 
     def avoid(self, now_s: float) -> frozenset[str]:

@@ -134,21 +134,11 @@ def _ready(plan: Plan, url: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from serving.preflight import find_config, read_plan
+    from serving.check_command import run
+    from serving.pool_capacity import Options, parse_shapes
 
-    worst = 0
-    for name in options.config:
-        try:
-            plan = read_plan(find_config(name))
-        except ConfigError as error:
-            print(f"kvrelay: {error.message}", file=sys.stderr)
-            worst = 2
-            continue
-        cpus = sum(pool.replicas * pool.cpus for _, pool in plan.pools())
-        gpus = sum(pool.replicas * pool.gpus for _, pool in plan.pools())
-        models = ", ".join(plan.model_names) or "none"
-        print(f"{plan.path}: ok; models: {models}; {cpus:g} CPUs, {gpus:g} GPUs")
-    return worst
+    said = Options(gpu=options.gpu, shapes=parse_shapes(options.shape))
+    return run(options.config, said, as_json=options.json)
 
 
 def _capacity(options: argparse.Namespace) -> int:

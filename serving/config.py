@@ -167,6 +167,16 @@ class RouterConfig(Section, frozen=True):
     pull: bool = False
 
 
+class AdmissionConfig(Section, frozen=True):
+    """`slo`: a request is refused at once when it is predicted to miss the model's targets, or to make others
+    miss theirs. `slack`: the targets that predictions are held to, as a factor. `reserve`: part of the time
+    and room that, while requests are refused, is kept for those with a better claim (docs/admission.md)."""
+
+    mode: Literal["off", "slo"] = "slo"
+    slack: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.25
+
+
 class PlannerConfig(Section, frozen=True):
     mode: Literal["off"] = "off"
 
@@ -181,6 +191,7 @@ class Deadlines(Section, frozen=True):
     transfer_ms: Milliseconds = 10_000
     first_token_ms: Milliseconds = 30_000
     silence_ms: Milliseconds = 5_000
+    drain_ms: Milliseconds = 600_000  # a leaving worker lets streams that cannot move end for so long
 
 
 class LinkConfig(Section, frozen=True):
@@ -215,6 +226,7 @@ class AppConfig(Section, frozen=True):
     models: Annotated[list[Model], Meta(min_length=1)]
     frontend: FrontendConfig = FrontendConfig()
     router: RouterConfig = RouterConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     planner: PlannerConfig = PlannerConfig()
     deadlines: Deadlines = Deadlines()
     link: LinkConfig = LinkConfig()

@@ -314,7 +314,7 @@ class Coordinator:
     def _on_moved(self, run: Run, source: int, now: float) -> None:
         """The source gave `run` up: its reader has everything."""
         self._metrics.migrations.inc(labels=("moved",))
-        if not run.attempts:
+        if not run.decoding:
             # The target failed, or was taken back, while the source confirmed.
             self._retry(run, WorkerLost("the worker that took over is gone"), now)
         elif run.move is not None and run.move.source == source:
@@ -405,7 +405,7 @@ class Coordinator:
         quiet_ms = (now - run.last_s) * 1e3
         if quiet_ms <= self._deadlines.silence_ms:
             return None
-        entries = [self._workers.get(attempt.worker) for attempt in run.attempts.values()]
+        entries = [self._workers.get(attempt.worker) for attempt in run.decoding]
         runs = all(entry is not None and entry.waiting == 0 for entry in entries)
         return "silence" if runs or quiet_ms > self._deadlines.queue_ms else None
 

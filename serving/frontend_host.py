@@ -172,17 +172,20 @@ class FrontendHost:
     def health(self) -> tuple[int, dict[str, Any]]:
         """200 while any model can be answered: a decode worker can do it alone.
 
-        A pool is degraded when it should have workers and none of them is linked.
+        A pool is degraded when it should have workers and none of them is linked. `ill`: what workers say
+        is wrong with them.
         """
         degraded: list[str] = []
+        ill: dict[str, str] = {}
         able = 0
         for key, links in self.variants.items():
             pools = links.pools()
             able += links.can_answer
+            ill |= {f"{links.name}/{ident}": what for ident, what in links.ills().items()}
             wanted = self._wanted[key]
             degraded += [f"{links.name}/{role}" for role, n in pools.items() if n == 0 and role in wanted]
-        status = "ok" if able and not degraded else "degraded" if able else "unavailable"
-        return (200 if able else 503), {"status": status, "degraded": degraded}
+        status = "ok" if able and not degraded and not ill else "degraded" if able else "unavailable"
+        return (200 if able else 503), {"status": status, "degraded": degraded, "ill": ill}
 
     def recent_choices(self) -> dict[str, Any]:
         """The router's last choices by variant, newest last, with each worker's terms."""

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import Generic, TypeVar
 
-MOST = 256
-MOST_AN_ADDRESS = 64
-
 C = TypeVar("C")
 
 
 class HalfOpen(Generic[C]):
     """Connections in the order in which they came, with the address that each came from."""
 
-    def __init__(self, most: int = MOST, most_an_address: int = MOST_AN_ADDRESS) -> None:
+    def __init__(self, most: int, most_an_address: int) -> None:
         self._most = most
         self._most_an_address = most_an_address
         self._addresses: dict[C, str] = {}  # oldest first

@@ -38,6 +38,8 @@ BEAT_S = 0.5
 DEAD_S = 2.0
 HANDSHAKE_S = 5.0
 HANDSHAKE_FRAME_BYTES = 4096
+HALF_OPEN = 256  # connections that wait for their handshake
+HALF_OPEN_AN_ADDRESS = 64
 FRAME_BYTES = 32 << 20
 FRAME_S = 30.0  # from a frame's first byte to its last
 REFUSAL_S = 1.0  # how long a refused peer may take to read why
@@ -104,7 +106,7 @@ class Link(asyncio.Protocol):
         self._handler = handler
         self._dialled = dialled
         self._beat = beat
-        self._half_open: HalfOpen[Link] = HalfOpen() if half_open is None else half_open
+        self._half_open: HalfOpen[Link] = HalfOpen(1, 1) if half_open is None else half_open
         self._refusals = refusals or LogLimit()
         self._state = _State.HELLO
         self._buffer = bytearray()
@@ -372,7 +374,7 @@ class LinkServer:
         self._beat = beat
         self._server: asyncio.Server | None = None
         self._links: set[Link] = set()
-        self._half_open: HalfOpen[Link] = HalfOpen()
+        self._half_open: HalfOpen[Link] = HalfOpen(HALF_OPEN, HALF_OPEN_AN_ADDRESS)
         self._refusals = LogLimit()
         self._stopped = False
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from serving.capacity import GIB, Capacity, Traffic, plan, plan_pool
+from serving.checkpoint import verify_checkpoint
 from serving.config import Variant
 from serving.errors import ConfigError
 from serving.gpu_catalog import GpuType, find_gpu
@@ -84,7 +85,9 @@ def shape_of(model: str, variant: Variant, options: Options) -> ModelShape:
             f"{model}/{variant.name}: weights {variant.weights!r} are not on this machine; "
             "give its config.json with --shape FILE"
         )
-    return read_shape(found)
+    shape = read_shape(found)
+    verify_checkpoint(found, shape)
+    return shape
 
 
 def gpu_of(variant: Variant, options: Options) -> GpuType | None:
@@ -143,7 +146,7 @@ def _of_pool(model: str, variant: Variant, role: str, options: Options) -> PoolC
 
 
 def traffic_of(variant: Variant, role: str, context_tokens: int, options: Options) -> Traffic:
-    """Prompts as long as the variant takes, where that is limited, else PROMPT_TOKENS; all fits the context."""
+    """Prompts as long as the variant takes where that is limited, else PROMPT_TOKENS; it fits the context."""
     output = options.output_tokens
     if output is None:
         output = max(1, min(OUTPUT_TOKENS, context_tokens // 4))

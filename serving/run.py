@@ -108,6 +108,11 @@ class Run:
         self.deadline_s = float("inf")
         self._cancel = cancel
 
+    @property
+    def decoding(self) -> list[Attempt]:
+        """The attempts that make its tokens, or are to."""
+        return [attempt for attempt in self.attempts.values() if attempt.mode is not Mode.PREFILL]
+
     def cancel(self, outcome: str = "cancelled") -> None:
         self._cancel(self, outcome)
 

@@ -24,6 +24,8 @@ def check_step(step: Step) -> None:
     for drawn in step.logprobs or ():
         if drawn.row >= rows:
             raise FrameRefused(f"log-probabilities of row {drawn.row} of {rows}")
+    if step.load is not None and step.load.role not in ("", "prefill", "decode"):
+        raise FrameRefused("a worker with a role we do not know")
     for ended in step.ended or ():
         if ended.error is None and ended.reason not in _REASONS:
             raise FrameRefused("an attempt that ended for a reason we do not know")

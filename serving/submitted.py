@@ -52,6 +52,7 @@ def read_submit(submit: Submit, engine: Engine, own_epoch: int) -> Work:
         priority=submit.priority,
         pull_tokens=pull_tokens,
         reserve_tokens=0 if live is None else max(1, submit.reserve_tokens),
+        adapter=submit.adapter or None,
     )
 
 

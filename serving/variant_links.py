@@ -291,6 +291,12 @@ class VariantLinks:
         """Some decode worker is linked, be it a leaving one."""
         return any(w.role == "decode" and w.ident in self._entries for w in self._workers.values())
 
+    def ills(self) -> dict[str, str]:
+        """What workers say is wrong with them, by ident."""
+        links = {w.ident: w.kept.link for w in self._workers.values() if w.kept is not None}
+        beats = {ident: link.peer_beat for ident, link in links.items() if link is not None}
+        return {ident: beat.ill for ident, beat in beats.items() if beat is not None and beat.ill}
+
     def pools(self) -> dict[str, int]:
         """Linked workers by role that are not leaving."""
         counts = {"prefill": 0, "decode": 0}

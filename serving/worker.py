@@ -29,9 +29,10 @@ from serving.replica import (
 )
 from serving.wire import Register
 from serving.worker_host import WorkerHost
+from serving.worker_orders import OrderedWorker
 
-DRAIN_S = 600.0  # longest a leaving worker waits for its streams; below it Serve would kill it first
 DRAIN_POLL_S = 0.05
+QUIET_S = 0.25  # a leaving worker is done when nothing came for so long: submits may be on their way
 
 
 class Worker:
@@ -48,6 +49,7 @@ class Worker:
         engine: Engine = await asyncio.to_thread(build_engine, spec)
         registry = Registry({"model": model, "variant": variant, "pool": role, "worker": me.ident})
         self._max_batch = spec.engine.max_batch
+        self._drain_s = config.deadlines.drain_ms / 1e3
         self._host = WorkerHost(
             me=me,
             role=role,
@@ -60,12 +62,15 @@ class Worker:
         )
         self._address = await self._host.start(link_host(config.link), config.link.port)
         labels = {"model": model, "variant": variant, "pool": role}
+        self._ordered = OrderedWorker(self._host, role)
         self._control = ControlClient(
             me=me,
             key=key,
             registry=registry,
             register=Register(me.kind, me.ident, labels, self._address),
             on_settings=lambda settings: logging.getLogger("kvrelay").setLevel(settings.log_level),
+            on_orders=self._ordered.on_orders,
+            report=self._ordered.report,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         follow_members(control, self._on_control)
@@ -96,9 +101,15 @@ class Worker:
 
     async def __del__(self) -> None:
         """Awaited by Serve's graceful shutdown: link streams are invisible to it, so they drain here."""
-        deadline = asyncio.get_running_loop().time() + DRAIN_S
-        while self._host.busy and asyncio.get_running_loop().time() < deadline:
+        loop = asyncio.get_running_loop()
+        await self._ordered.stop()
+        self._host.drain()
+        deadline_s = loop.time() + self._drain_s
+        quiet_since_s = loop.time()
+        while loop.time() < deadline_s and loop.time() - quiet_since_s < QUIET_S:
             await asyncio.sleep(DRAIN_POLL_S)
+            if self._host.busy:
+                quiet_since_s = loop.time()
         await self._control.stop()
         await self._host.stop()
 
@@ -139,7 +150,7 @@ def worker_deployment(
         ray_actor_options=options,
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=0.1,
-        graceful_shutdown_timeout_s=deadlines.request_ms / 1e3 + 5,
+        graceful_shutdown_timeout_s=deadlines.drain_ms / 1e3 + 5,
         request_router_config=FOUND_BY_MEMBERS,
         logging_config={"enable_access_log": False},
     )

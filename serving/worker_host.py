@@ -174,6 +174,10 @@ class WorkerHost:
                 link.send(Draining(on))
 
     @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
     def leases(self) -> int:
         return self.prefill.counters.leases_held
 

@@ -54,9 +54,7 @@ class WorkerMetrics:
             "migration_pause_seconds", "Pauses of attempts that a peer took over or meant to"
         )
         self._live_handoffs = registry.counter(
-            "live_handoffs",
-            "Attempts that went on at a peer or were to, by outcome",
-            ("direction", "outcome"),
+            "live_handoffs", "Attempts that went on at a peer or were to", ("direction", "outcome")
         )
         self._totals = {
             name: registry.counter(name, help)

@@ -71,8 +71,8 @@ def worker_spec(
     if engine.kind == "tensorrt_llm":
         trtllm = engine.trtllm
         buffered = 0
-        if variant.prefill.replicas and trtllm.transceiver_runtime == "CPP":
-            buffered = trtllm.max_tokens_in_buffer or longest_prompt(variant, context)
+        if trtllm.transceiver_runtime == "CPP":  # the Python one has none
+            buffered = trtllm.max_tokens_in_buffer or context
         limits = Limits(
             max_batch=engine.max_batch,
             step_tokens=trtllm.max_num_tokens,

@@ -301,6 +301,14 @@ class NamespaceCluster:
                 placed.setdefault(replica.deployment, []).append(names[replica.address])
         return placed
 
+    def node_of(self, replica: str) -> str:
+        """The node of a running replica, by its name. Raises StartError for one that is not there."""
+        for known in self._rest().replicas():
+            if known.ident == replica:
+                names = {self.address(node): node for node in self.nodes}
+                return names[known.address or ""]
+        raise StartError(f"no replica {replica!r}")
+
     def _rest(self) -> ServeRest:
         return ServeRest(self.dashboard_url, (self.directory / "auth_token").read_text())
 

@@ -207,7 +207,7 @@ def test_a_hundred_streams_cancelled_at_random_moments(client: Client, scrape: S
 def test_health(client: Client) -> None:
     """A pool that the config leaves empty is not degraded."""
     response = client.get("/health")
-    assert (response.status_code, response.json()) == (200, {"status": "ok", "degraded": []})
+    assert (response.status_code, response.json()) == (200, {"status": "ok", "degraded": [], "ill": {}})
 
 
 def test_debug_route_is_not_there_without_an_admin_key(client: Client) -> None:

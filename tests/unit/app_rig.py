@@ -25,6 +25,7 @@ from serving.metrics import Registry
 from serving.run import Run
 from serving.wire import Register
 from serving.worker_host import WorkerHost
+from serving.worker_orders import OrderedWorker
 from tests.scripted import Client, Reply
 from tests.tiny_tokenizer import tiny_model, tiny_tokenizer
 from tests.unit.handoff_fakes import until
@@ -79,8 +80,14 @@ class SimWorker:
             registry=registry,
             health=app.config.health,
         )
+        self.ordered = OrderedWorker(self.host, role)
         self.control = ControlClient(
-            me=self.me, key=app.key, registry=registry, register=Register("worker", self.me.ident, labels)
+            me=self.me,
+            key=app.key,
+            registry=registry,
+            register=Register("worker", self.me.ident, labels),
+            on_orders=self.ordered.on_orders,
+            report=self.ordered.report,
         )
         self.address = ""
 

@@ -311,11 +311,12 @@ async def test_health_says_what_can_be_answered() -> None:
             assert ("retry-after" in reply.headers) == (reply.status == 503)
             return reply.status, reply.json
 
-        assert await health() == (200, {"status": "ok", "degraded": []})
+        assert await health() == (200, {"status": "ok", "degraded": [], "ill": {}})
         await app.kill(app.pool("prefill")[0])
         pools = app.frontends[0].variants["tiny", "main"].pools
         await until(lambda: pools()["prefill"] == 0, LONG_S)
-        assert await health() == (200, {"status": "degraded", "degraded": ["tiny/main/prefill"]})
+        missing = {"status": "degraded", "degraded": ["tiny/main/prefill"], "ill": {}}
+        assert await health() == (200, missing)
         assert (await app.complete(prompt(30))).said == right.said
         await app.kill(app.pool("decode")[0])
         await until(lambda: pools()["decode"] == 0, LONG_S)
@@ -333,7 +334,7 @@ async def test_health_says_what_can_be_answered() -> None:
             app.workers.append(worker)
         app.publish()
         await until(app.is_ready, LONG_S)
-        assert await health() == (200, {"status": "ok", "degraded": []})
+        assert await health() == (200, {"status": "ok", "degraded": [], "ill": {}})
         assert (await app.complete(prompt(30))).said == right.said
 
 

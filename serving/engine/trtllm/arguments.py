@@ -15,7 +15,8 @@ _AT = "engine.trtllm"
 # Arguments that are ours to set: an `extra` of that name would take the engine out of our hands.
 RESERVED = {
     "model", "tokenizer", "skip_tokenizer_init", "tensor_parallel_size", "pipeline_parallel_size",
-    "backend", "orchestrator_type", "ray_placement_config", "max_batch_size", "max_num_tokens", "max_seq_len",
+    "backend", "orchestrator_type", "ray_placement_config", "max_batch_size", "max_num_tokens",
+    "max_seq_len",
     "max_beam_width", "dtype", "enable_chunked_prefill", "disable_overlap_scheduler",
     "guided_decoding_backend", "enable_lora", "enable_iter_perf_stats", "env_overrides", "stream_interval",
 }  # fmt: skip

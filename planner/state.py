@@ -1,0 +1,43 @@
+"""What the planner remembers between two ticks: plain frozen data, JSON as planner.observation's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from planner.predict import ForecastState
+
+__all__ = ["PoolState", "State", "VariantState", "Want"]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What one tick wanted, (prefill, decode): to hold, with the dead band's extra demand."""
+
+    at_s: float
+    roles: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """Of one Serve deployment. While `cap_until_s` lies ahead no more than `cap` replicas are asked for."""
+
+    waiting_since_s: float | None = None  # a replica has been starting since, and none became ready
+    ready: int = 0  # at the last tick
+    cap: int | None = None
+    cap_until_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VariantState:
+    forecast: ForecastState = field(default_factory=ForecastState)
+    wants: tuple[Want, ...] = ()  # of the last `down_window_s`
+    since_s: float | None = None  # first tick that was not blind
+    last_request_s: float | None = None
+    pools: dict[str, PoolState] = field(default_factory=dict)
+    roles: tuple[int, int] | None = None  # asked for last
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    variants: dict[str, VariantState] = field(default_factory=dict)
+    frontends: tuple[tuple[float, int], ...] = ()  # (at, wanted) of the last `down_window_s`

@@ -1,0 +1,227 @@
+"""Who is let in: only those that are predicted to get their first token and their pace. Pure.
+
+The router has chosen workers for a request. It is admitted when, as these workers are loaded now,
+
+    ttft   the prompts before it, in the worker's own order, leave it time:
+               wait + own prefill <= ttft_ms + max(ttft_ms_per_1k_tokens * n / 1000, own prefill)
+           and those that it overtakes (shorter prompts go first) still meet theirs;
+    itl    once its prompt is computed, the decode batch with it in it makes its steps within itl_ms;
+    kv     and there is room for it. Sequences that will have ended by then do not count.
+
+Nothing is held back here: workers serve by deadline, so whoever is admitted is in the right queue already,
+and whoever is not gets an answer at once. What is refused is never what stands in an idle queue, however
+long it is, and never for a prediction without evidence: a model must have seen its worker at work.
+
+While requests are being refused, room is kept for those with the better claim. All others may only use
+(1 - reserve) of the time or room there is, once for each of:
+
+    share     its tenant has had more than a fair share of GPU time lately
+    lane      the lane of its length has (serving.length_lanes)
+    priority  somebody of a higher priority asks (counts twice)
+
+A queue is as busy with less in it, so the reserve costs hardly any work done. `retry_after_s` is when this
+very request would be let in if nobody else came; see docs/admission.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import exp, inf, log
+
+from kvrouter.load import WorkerLoad
+from kvrouter.router import Choice
+from serving.config import AdmissionConfig, Slo
+from serving.fair_shares import FairShares
+from serving.length_lanes import LengthLanes
+
+__all__ = ["LONGEST_RETRY_S", "Admission", "Ask", "Verdict"]
+
+FEWEST_SAMPLES = 3  # behind a model, before it may refuse anybody
+FIRST_OUTPUT_TOKENS = 256.0  # mean length of an answer, before there was one
+OUTPUT_RATE = 0.02  # of the running mean
+PRESSURE_RATE = 0.02  # of the running share of refusals, per request
+PRESSURE = 0.05  # refused, from which on claims count
+DECODE_RESERVE = 0.2  # of the reserve; of a batch it costs throughput
+HIGHEST_S = 10.0  # a priority counts as asking for so long
+LONGEST_RETRY_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a request wants."""
+
+    prompt_tokens: int
+    max_tokens: int
+    priority: int = 0  # higher goes first
+    tenant: str | None = None
+    timeout_ms: float | None = None  # the client's own limit for the whole answer
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`reason` None: admitted. The others are label values of a metric: ttft, itl, kv, share, lane, priority."""
+
+    reason: str | None
+    lane: int  # index into LANES
+    wait_ms: float  # predicted, before its own prefill
+    own_ms: float  # prefill
+    limit_s: float  # when its first token is to be out
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Lack:
+    reason: str
+    wait_s: float  # until it should be gone
+
+
+class Admission:
+    """Of one variant on one frontend. Other frontends' work is in the workers' load reports."""
+
+    def __init__(self, slo: Slo, config: AdmissionConfig, load_of: Callable[[str], WorkerLoad]) -> None:
+        """`load_of`: the router's view of a worker it has chosen."""
+        self._slo = slo
+        self._config = config
+        self._load_of = load_of
+        self._tenants: FairShares[str | None] = FairShares()
+        self._lanes: FairShares[int] = FairShares()
+        self.lengths = LengthLanes()
+        self._output_tokens = FIRST_OUTPUT_TOKENS
+        self._priorities: dict[int, float] = {}  # who asked when
+        self._refused = 0.0  # running share
+
+    def decide(self, ask: Ask, choice: Choice, now_s: float) -> Verdict:
+        """Also remembers what became of it: call it once a request."""
+        own_ms = self._own_ms(ask, choice)
+        lane = self.lengths.offer(own_ms)
+        self._tenants.ask(ask.tenant, now_s)
+        self._lanes.ask(lane, now_s)
+        self._priorities[ask.priority] = now_s
+        verdict = self.look(ask, choice, now_s)
+        admitted = verdict.reason is None
+        self._refused += PRESSURE_RATE * ((not admitted) - self._refused)
+        if admitted:
+            gpu_ms = own_ms + self._decode_ms(ask, choice)
+            self._tenants.spend(ask.tenant, gpu_ms, now_s)
+            self._lanes.spend(lane, gpu_ms, now_s)
+        return verdict
+
+    def ended(self, output_tokens: int) -> None:
+        """An answer is complete."""
+        self._output_tokens += OUTPUT_RATE * (output_tokens - self._output_tokens)
+
+    def look(self, ask: Ask, choice: Choice, now_s: float) -> Verdict:
+        """What `decide` would say; changes nothing."""
+        load = self._load_of(choice.prefill or choice.decode)
+        own_ms = self._own_ms(ask, choice)
+        due_s = load.due_s(own_ms, now_s)
+        wait_ms = load.wait_ms(due_s, now_s)
+        lane = self.lengths.lane(own_ms)
+        slo = self._slo
+        room_ms = slo.ttft_ms + max(slo.ttft_ms_per_1k_tokens * ask.prompt_tokens / 1e3 - own_ms, 0.0)
+        if ask.timeout_ms is not None:
+            room_ms = max(min(room_ms, ask.timeout_ms - own_ms), 0.0)
+        room_ms *= self._config.slack
+        limit_s = now_s + (own_ms + room_ms) / 1e3
+        lack = self._lack(ask, choice, load, own_ms, wait_ms, room_ms, 1.0, now_s)
+        if lack is None and self._refused > PRESSURE:
+            claim, part = self._claim(ask, lane, now_s)
+            if part < 1.0:
+                lack = self._lack(ask, choice, load, own_ms, wait_ms, room_ms, part, now_s)
+                if lack is not None:
+                    lack = _Lack(claim, lack.wait_s)
+        if lack is None:
+            return Verdict(None, lane, wait_ms, own_ms, limit_s)
+        return Verdict(lack.reason, lane, wait_ms, own_ms, limit_s, min(lack.wait_s, LONGEST_RETRY_S))
+
+    # ------------------------------------------------------------ what is missing
+
+    def _lack(
+        self,
+        ask: Ask,
+        choice: Choice,
+        load: WorkerLoad,
+        own_ms: float,
+        wait_ms: float,
+        room_ms: float,
+        part: float,
+        now_s: float,
+    ) -> _Lack | None:
+        """Why it would not do with `part` of what there is, the longest lack of all."""
+        lacks = []
+        if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
+            too_long_ms = wait_ms - part * room_ms
+            if wait_ms > 0 and too_long_ms > 0:
+                lacks.append(_Lack("ttft", too_long_ms / 1e3))
+            else:
+                slack = load.slack(load.due_s(own_ms, now_s), now_s)
+                if slack.ms < own_ms:
+                    lacks.append(_Lack("ttft", slack.clears_ms / 1e3))
+        if ask.max_tokens > 1:
+            lack = self._decode_lack(ask, choice, (wait_ms + own_ms) / 1e3, part)
+            if lack is not None:
+                lacks.append(lack)
+        return max(lacks, key=lambda lack: lack.wait_s, default=None)
+
+    def _decode_lack(self, ask: Ask, choice: Choice, ready_s: float, part: float) -> _Lack | None:
+        """On the decode worker, when the prompt is computed."""
+        load = self._load_of(choice.decode)
+        batch = load.in_flight
+        if batch == 0:
+            return None
+        size = load.view.block_tokens
+        needs = -(-(ask.prompt_tokens + min(ask.max_tokens, round(self._output_tokens))) // size)
+        step = load.models.step
+        held = load.kv_blocks
+        life_s = self._output_tokens * step.ms(batch, held * size) / 1e3
+        left = exp(-ready_s / life_s)
+        part = 1.0 - DECODE_RESERVE * (1.0 - part)
+        lacks = []
+        if step.linear.evidence >= FEWEST_SAMPLES:
+            alone_ms = step.ms(1, needs * size)
+            target_ms = self._slo.itl_ms * self._config.slack
+            allowed_ms = part * (target_ms - alone_ms)
+            others_ms = step.ms(batch + 1, (held + needs) * size) - alone_ms
+            if 0 < allowed_ms < left * others_ms:
+                lacks.append(_Lack("itl", _fades_s(allowed_ms / others_ms, ready_s, life_s)))
+        room = part * load.view.total_blocks - needs
+        if left * load.used_blocks > room:
+            lacks.append(_Lack("kv", _fades_s(max(room, 1.0) / load.used_blocks, ready_s, life_s)))
+        most = part * load.view.max_batch - 1
+        if left * batch > most:
+            lacks.append(_Lack("itl", _fades_s(max(most, 0.5) / batch, ready_s, life_s)))
+        return max(lacks, key=lambda lack: lack.wait_s, default=None)
+
+    # ------------------------------------------------------------ claims
+
+    def _claim(self, ask: Ask, lane: int, now_s: float) -> tuple[str, float]:
+        """Whose better claim it would have to leave room for, and what part of all it may use."""
+        claim, part, kept = "", 1.0, 1.0 - self._config.reserve
+        if self._lanes.is_over(lane):
+            claim, part = "lane", part * kept
+        if self._tenants.is_over(ask.tenant):
+            claim, part = "share", part * kept
+        if any(p > ask.priority and now_s - s < HIGHEST_S for p, s in self._priorities.items()):
+            claim, part = "priority", part * kept * kept
+        return claim, part
+
+    # ------------------------------------------------------------ predictions
+
+    def _own_ms(self, ask: Ask, choice: Choice) -> float:
+        models = self._load_of(choice.prefill or choice.decode).models
+        known = choice.cached_tokens + choice.pull_tokens
+        prefill_ms = models.prefill.ms(max(ask.prompt_tokens - known, 1), ask.prompt_tokens)
+        return prefill_ms + models.move.ms(choice.pull_tokens)
+
+    def _decode_ms(self, ask: Ask, choice: Choice) -> float:
+        """GPU time of its answer: its part of each step."""
+        load = self._load_of(choice.decode)
+        batch = load.in_flight + 1
+        step_ms = load.models.step.ms(batch, load.kv_blocks * load.view.block_tokens)
+        return min(ask.max_tokens, self._output_tokens) * step_ms / batch
+
+
+def _fades_s(share: float, ready_s: float, life_s: float) -> float:
+    """How much later a request must come for `share` of those that decode now to be left when it is ready."""
+    return max(-life_s * log(min(share, 1.0)) - ready_s, 0.0) if share > 0 else inf

@@ -1,0 +1,176 @@
+"""`check`: what in a valid configuration cannot work, or is wasted; one line and one remedy each.
+
+An error is what would fail at start or refuse requests that the settings invite. A warning is waste, or
+what is likely to disappoint. A note says what could not be looked at. Nothing is started or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from serving.config import AppConfig, Deadlines, Model, PoolConfig, Variant
+from serving.errors import ConfigError
+from serving.gpu_catalog import GpuType
+from serving.manifest import KNOWN
+from serving.model_shape import ModelShape
+from serving.pool_capacity import Options, gpu_of, shape_of
+from serving.preflight import Plan
+from serving.worker_spec import ROLES, find_weights, on_gpu, parallel_of, placement_of
+
+
+class Level(str, Enum):
+    ERROR = "error"
+    WARNING = "warning"
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    where: str  # model/variant and the setting
+    problem: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One variant, and what is known of its model and its GPUs."""
+
+    model: Model
+    variant: Variant
+    shape: ModelShape | None
+    gpu: GpuType | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}/{self.variant.name}"
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Pools that are not empty."""
+        return tuple(role for role in ROLES if self.pool(role).replicas or self.pool(role).min_replicas)
+
+    def pool(self, role: str) -> PoolConfig:
+        return self.variant.prefill if role == "prefill" else self.variant.decode
+
+    def error(self, setting: str, problem: str, remedy: str) -> Finding:
+        return Finding(Level.ERROR, f"{self.name} {setting}", problem, remedy)
+
+    def warning(self, setting: str, problem: str, remedy: str) -> Finding:
+        return Finding(Level.WARNING, f"{self.name} {setting}", problem, remedy)
+
+    def note(self, setting: str, problem: str, remedy: str) -> Finding:
+        return Finding(Level.NOTE, f"{self.name} {setting}", problem, remedy)
+
+
+Rule = Callable[[Subject], Iterator[Finding]]
+
+
+def review(plan: Plan, options: Options) -> list[Finding]:
+    """All findings, worst first, else in the order of the file."""
+    found: list[Finding] = []
+    for application in plan.applications:
+        found += _deadlines(application.deadlines)
+        for model in application.models:
+            for variant in model.variants:
+                found += _of_variant(application, model, variant, options)
+    order = list(Level)
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def _of_variant(
+    application: AppConfig, model: Model, variant: Variant, options: Options
+) -> Iterator[Finding]:
+    from serving.review_lengths import LENGTH_RULES
+    from serving.review_memory import MEMORY_RULES
+    from serving.review_model import MODEL_RULES
+
+    subject = Subject(model, variant, None, None)
+    shape, gpu = None, None
+    try:
+        if on_gpu(variant):
+            gpu = gpu_of(variant, options)
+    except ConfigError as error:
+        unknown = variant.requires.gpu or options.gpu
+        remedy = "without it memory and quantisation are not looked at"
+        yield (subject.warning if unknown else subject.note)("requires.gpu", error.message, remedy)
+    try:
+        if variant.engine.kind != "sim":
+            given = (options.shapes or {}).keys() & {model.name, ""}
+            if given or find_weights(variant.weights) is not None:
+                shape = shape_of(model.name, variant, options)
+            elif variant.weights not in KNOWN:
+                yield subject.note(
+                    "weights",
+                    f"{variant.weights} is not on this machine: what depends on the model is not looked at",
+                    "give its config.json with --shape FILE",
+                )
+    except ConfigError as error:
+        yield subject.error("weights", error.message, "give a checkpoint that is whole")
+    subject = Subject(model, variant, shape, gpu)
+    for rule in (_pools, _hand_off, *LENGTH_RULES, *MODEL_RULES, *MEMORY_RULES):
+        yield from rule(subject)
+
+
+def _deadlines(deadlines: Deadlines) -> Iterator[Finding]:
+    for name in ("queue_ms", "prefill_ms", "first_token_ms", "transfer_ms", "silence_ms"):
+        value = getattr(deadlines, name)
+        if value > deadlines.request_ms:
+            yield Finding(
+                Level.WARNING,
+                f"deadlines.{name}",
+                f"{value:g} is beyond request_ms ({deadlines.request_ms:g}): it can never pass",
+                f"at most {deadlines.request_ms:g}",
+            )
+
+
+def _pools(subject: Subject) -> Iterator[Finding]:
+    """What Ray reserves against what a worker uses."""
+    engine = subject.variant.engine
+    for role in subject.roles:
+        pool = subject.pool(role)
+        gpus = placement_of(subject.variant, role).gpus
+        if engine.kind != "tensorrt_llm":
+            if gpus > 1:
+                yield subject.error(
+                    f"{role} parallel",
+                    f"engine kind {engine.kind} computes on one device; tensor x pipeline = {gpus}",
+                    "set both to 1, or take engine kind tensorrt_llm",
+                )
+            gpus = int(on_gpu(subject.variant))
+        if gpus and pool.gpus != gpus:
+            yield subject.error(
+                f"{role}.gpus",
+                f"{pool.gpus:g}, and a worker uses {gpus}",
+                f"{role}.gpus: {gpus}; Ray shows a worker no more than it reserved",
+            )
+        if not gpus and pool.gpus:
+            yield subject.warning(
+                f"{role}.gpus",
+                f"{pool.gpus:g} reserved, and the engine computes on CPUs",
+                f"{role}.gpus: 0",
+            )
+        if not gpus and engine.kind == "torch" and engine.threads > max(1.0, pool.cpus):
+            yield subject.warning(
+                "engine.threads",
+                f"{engine.threads} threads on {pool.cpus:g} CPUs of {role}: they wait for one another",
+                f"{role}.cpus: {engine.threads}, or fewer threads",
+            )
+
+
+def _hand_off(subject: Subject) -> Iterator[Finding]:
+    """KV goes from one layout into the other."""
+    if set(subject.roles) != set(ROLES) or subject.variant.engine.kind != "tensorrt_llm":
+        return  # other engines use one device; said elsewhere
+    owner, reader = (parallel_of(subject.variant, role) for role in ROLES)
+    if owner == reader:
+        return
+    pair = f"tp{owner.tensor}pp{owner.pipeline}>tp{reader.tensor}pp{reader.pipeline}"
+    if pair not in subject.variant.engine.trtllm.topology_pairs:
+        yield subject.error(
+            "parallel",
+            f"prefill and decode are laid out differently ({pair}), which has given wrong text",
+            f"lay them out alike; or compare outputs, then add {pair} to engine.trtllm.topology_pairs",
+        )

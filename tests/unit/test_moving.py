@@ -1,0 +1,260 @@
+"""The frontend's side of a move: who is asked, what the client sees, and every way it can go wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from serving.coordinator import MOVE_AGAIN_S, MOVED, MOVES_AT_ONCE
+from serving.engine.base import FinishReason, Mode
+from serving.errors import WorkerLost
+from serving.generation import CollectedText
+from serving.placement import RESERVE_TOKENS
+from serving.run import Run, Stage
+from serving.wire import Ended, Step, Submit, unpack_u32
+from tests.unit.test_coordinator import Bench
+
+
+class Moving:
+    """A run that decodes on d0 with tokens 10, 11, 12 out, and d1 beside it."""
+
+    def __init__(self, max_tokens: int = 8, streams: int = 1) -> None:
+        self.bench = Bench(decode=1)
+        self.runs: list[tuple[Run, CollectedText]] = []
+        for _ in range(streams):
+            self.runs.append(self.bench.start(max_tokens=max_tokens))
+            prefill, decode = self.bench.submits("p0")[-1], self.bench.submits("d0")[-1]
+            self.bench.tokens(prefill.attempt, 0, 10)
+            self.bench.tokens(decode.attempt, 1, 11, 12)
+        self.bench.add("d1", "decode")
+        self.run, self.sink = self.runs[0]
+        self.source = self.bench.submits("d0")[0].attempt
+
+    def move(self) -> Submit:
+        self.bench.coordinator.move_from("d0")
+        return self.bench.submits("d1")[-1]
+
+    def ends(
+        self, attempt: int, reason: str = "", error: str | None = None, retryable: bool = True
+    ) -> None:
+        self.bench.coordinator.on_step(Step(ended=[Ended(attempt, reason, error, retryable)]))
+
+    def count(self, outcome: str) -> float:
+        return self.bench.coordinator._metrics.migrations.value((outcome,))
+
+
+def test_the_target_is_told_all_it_needs_and_the_source_nothing() -> None:
+    moving = Moving()
+    target = moving.move()
+    assert target.mode == Mode.DECODE.value
+    assert list(unpack_u32(target.tokens)) == [1, 2, 3, 10, 11, 12]
+    assert target.n_prompt == 3
+    assert target.reserve_tokens == RESERVE_TOKENS
+    source = target.handoff
+    assert source is not None
+    assert (source.ident, source.attempt, source.live) == ("d0", moving.source, True)
+    assert moving.bench.cancels("d0") == []
+    assert len(moving.bench.submits("d0")) == 1
+
+
+@pytest.mark.parametrize("order", ["moved first", "token first"])
+def test_the_stream_goes_on_without_a_seam(order: str) -> None:
+    moving = Moving(max_tokens=7)
+    target = moving.move()
+    moving.bench.tokens(moving.source, 3, 13, 14)  # the source goes on meanwhile
+    if order == "moved first":
+        moving.ends(moving.source, MOVED)
+        moving.bench.tokens(target.attempt, 5, 15)
+    else:
+        moving.bench.tokens(target.attempt, 5, 15)
+        moving.ends(moving.source, MOVED)
+    moving.bench.tokens(target.attempt, 6, 16, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14, 15, 16]
+    assert moving.sink.reason is FinishReason.LENGTH
+    assert moving.run.placements == 1
+    assert moving.count("moved") == 1
+    assert moving.bench.coordinator._metrics.migration_gap.count == 1
+    assert moving.bench.cancels("d0") == moving.bench.cancels("d1") == []
+    moving.bench.check_idle()
+
+
+def test_the_targets_token_may_overtake_the_sources_last() -> None:
+    moving = Moving(max_tokens=6)
+    target = moving.move()
+    moving.bench.tokens(target.attempt, 4, 14)
+    assert moving.sink.tokens == [10, 11, 12]
+    moving.bench.tokens(moving.source, 3, 13)
+    moving.ends(moving.source, MOVED)
+    moving.bench.tokens(target.attempt, 5, 15, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14, 15]
+    moving.bench.check_idle()
+
+
+def test_a_moved_stream_can_move_again() -> None:
+    moving = Moving(max_tokens=6)
+    target = moving.move()
+    moving.ends(moving.source, MOVED)
+    moving.bench.tokens(target.attempt, 3, 13)
+    moving.bench.coordinator.move_from("d1")
+    back = moving.bench.submits("d0")[-1]
+    assert list(unpack_u32(back.tokens)) == [1, 2, 3, 10, 11, 12, 13]
+    moving.ends(target.attempt, MOVED)
+    moving.bench.tokens(back.attempt, 4, 14, 15, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14, 15]
+    moving.bench.check_idle()
+
+
+def test_a_target_that_fails_leaves_the_stream_where_it_is() -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.ends(target.attempt, error="no room")
+    assert moving.run.move is None
+    assert moving.count("failed") == 1
+    moving.bench.coordinator.move_from("d0")
+    assert len(moving.bench.submits("d1")) == 1  # not again at once
+    moving.bench.now += MOVE_AGAIN_S
+    moving.bench.coordinator.move_from("d0")
+    assert len(moving.bench.submits("d1")) == 2
+    moving.bench.tokens(moving.source, 3, 13, 14, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14]
+    assert moving.run.placements == 1
+    moving.bench.check_idle()
+
+
+def test_a_target_that_is_lost_leaves_the_stream_where_it_is() -> None:
+    moving = Moving(max_tokens=4)
+    moving.move()
+    moving.bench.lose("d1")
+    moving.bench.tokens(moving.source, 3, 13, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13]
+    assert moving.run.placements == 1
+    moving.bench.check_idle()
+
+
+def test_a_target_that_fails_after_it_took_over_is_resumed_from() -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.ends(moving.source, MOVED)
+    moving.ends(target.attempt, error="engine gone")
+    assert moving.run.placements == 2
+    resumed = moving.bench.submits("p0")[-1]
+    assert list(unpack_u32(resumed.tokens)) == [1, 2, 3, 10, 11, 12]
+    moving.run.cancel()
+    moving.bench.check_idle()
+
+
+def test_a_target_that_fails_while_the_source_confirms_is_resumed_from() -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.ends(target.attempt, error="engine gone")  # read before the source's word
+    moving.ends(moving.source, MOVED)
+    assert moving.run.placements == 2
+    assert not moving.run.ended
+    moving.run.cancel()
+    moving.bench.check_idle()
+
+
+def test_a_source_that_is_lost_is_resumed_from() -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.bench.lose("d0")
+    assert moving.bench.cancels("d1") == [target.attempt]
+    assert moving.run.placements == 2
+    moving.run.cancel()
+    moving.bench.check_idle()
+
+
+def test_an_end_during_the_move_ends_it() -> None:
+    moving = Moving(max_tokens=4)
+    target = moving.move()
+    moving.bench.tokens(moving.source, 3, 13, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13]
+    assert moving.bench.cancels("d1") == [target.attempt]
+    moving.bench.check_idle()
+
+
+def test_a_hangup_during_the_move_frees_both() -> None:
+    moving = Moving()
+    target = moving.move()
+    moving.run.cancel()
+    assert moving.bench.cancels("d0") == [moving.source]
+    assert moving.bench.cancels("d1") == [target.attempt]
+    moving.bench.check_idle()
+
+
+def test_a_move_that_takes_too_long_is_given_up() -> None:
+    moving = Moving()
+    target = moving.move()
+    for step in range(44):  # the source goes on all the time
+        moving.bench.now += 0.25
+        moving.bench.tokens(moving.source, 3 + step, 13)
+        moving.bench.coordinator.sweep()
+    assert moving.bench.cancels("d1") == [target.attempt]
+    assert moving.run.move is None
+    assert moving.run.placements == 1
+
+
+def test_moves_come_a_few_at_a_time() -> None:
+    moving = Moving(streams=MOVES_AT_ONCE + 2)
+    assert moving.bench.coordinator.move_from("d0") == MOVES_AT_ONCE + 2
+    assert moving.bench.coordinator.move_from("d0") == MOVES_AT_ONCE + 2
+    asked = moving.bench.submits("d1")
+    assert len(asked) == MOVES_AT_ONCE
+    first = asked[0]
+    assert first.handoff is not None
+    moving.ends(first.handoff.attempt, MOVED)
+    assert moving.bench.coordinator.move_from("d0") == MOVES_AT_ONCE + 1
+    assert len(moving.bench.submits("d1")) == MOVES_AT_ONCE + 1
+
+
+@pytest.mark.parametrize("old", ["d0", "d1"])
+def test_a_peer_that_is_too_old_is_not_asked(old: str) -> None:
+    moving = Moving()
+    entry = moving.bench.entries[old]
+    moving.bench.entries[old] = dataclasses.replace(entry, wire_version=1)
+    moving.bench.coordinator.move_from("d0")
+    assert moving.bench.submits("d1") == []
+    assert moving.run.move_after_s > moving.bench.now
+
+
+def test_nobody_to_move_to_leaves_it() -> None:
+    moving = Moving()
+    moving.bench.lose("d1")
+    assert moving.bench.coordinator.move_from("d0") == 1
+    assert moving.run.move is None
+
+
+def test_a_stream_before_its_first_decoded_token_waits() -> None:
+    bench = Bench(decode=2)
+    run, _ = bench.start()
+    (decode,) = bench.submits("d0") or bench.submits("d1")
+    worker = "d0" if bench.submits("d0") else "d1"
+    bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    assert run.stage is Stage.TRANSFER
+    bench.coordinator.move_from(worker)
+    assert run.move is None
+    bench.tokens(decode.attempt, 1, 11)
+    bench.coordinator.move_from(worker)
+    assert run.move is not None
+
+
+def test_budget_and_limit_end_in_one_error() -> None:
+    bench = Bench(decode=2, max_inflight=1)
+    run, sink = bench.start()
+    for _ in range(2):
+        (decode,) = run.decoding
+        bench.coordinator.on_step(Step(ended=[Ended(decode.ident, "", "no room", True)]))
+    assert isinstance(sink.error, WorkerLost)
+    assert bench.coordinator._metrics.retries_refused.value(("budget",)) == 1
+    bench.check_idle()
+
+
+def test_a_silent_stream_is_a_failure_only_where_nothing_waits() -> None:
+    moving = Moving()
+    for waiting, placements in ((None, 1), (3, 1), (0, 2)):
+        moving.bench.entries["d0"].waiting = waiting
+        moving.bench.now += 6.0
+        moving.bench.coordinator.sweep()
+        assert moving.run.placements == placements
+    assert moving.bench.coordinator._metrics.deadlines.value(("silence",)) == 1
