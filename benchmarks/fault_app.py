@@ -53,7 +53,6 @@ class Setup:
             "decode_ms": STEP_MS,
             "prefill_ms_per_token": PREFILL_MS_PER_TOKEN,
             "kv_bytes_per_token": self.kv_bytes_per_token,
-            "context_tokens": 32_768,
         }
         engine = {
             "kind": "sim",

@@ -41,6 +41,7 @@ MIGRATION_PAUSE_MS = 30.0  # over a step
 TCP = {"UCX_TLS": "tcp,self"}  # as between hosts; shared memory would hide what a frozen peer does
 # Small socket buffers: a read gets through at about 35 MB a second.
 SLOW_TCP = {**TCP, "UCX_TCP_SNDBUF": "16k", "UCX_TCP_RCVBUF": "16k"}
+SLOW_SETUP = Setup(kv_bytes_per_token=8192, kv_bytes=768 << 20)
 ZERO = (
     "lost",
     "repeated",
@@ -91,8 +92,7 @@ async def measure(faults: Sequence[Fault], progress: Progress) -> dict[str, Any]
     rows: dict[str, Any] = {}
     missed: list[str] = []
     reference = SimReference()
-    setup = Setup()
-    for where, env in (("local", TCP), ("slow", SLOW_TCP)):
+    for where, env, setup in (("local", TCP, Setup()), ("slow", SLOW_TCP, SLOW_SETUP)):
         here = [fault for fault in faults if fault.where == where]
         if not here:
             continue

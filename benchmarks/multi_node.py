@@ -2,8 +2,8 @@
 
     python -m benchmarks.multi_node [--json] [--only NAME ...]
 
-Five hosts made of network namespaces (serving/local/namespaces.py; needs root): Ray's head with two frontends,
-two prefill and two decode nodes. Models are simulated; KV, NIXL (over TCP), Ray, Serve and HAProxy are real.
+Five hosts made of network namespaces (serving/local/namespaces.py; root): the head with two frontends,
+two prefill and two decode nodes. Models are simulated; KV, NIXL over TCP, Ray, Serve, HAProxy are real.
 `handoffs`: streams one after another; every byte that NIXL says it read must have left a prefill node by
 its cable. Then the faults of benchmarks/network_faults.py, each reported as benchmarks/faults.py does.
 """

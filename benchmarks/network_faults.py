@@ -18,11 +18,12 @@ from serving.local.namespaces import NamespaceCluster
 
 NODES: dict[str, dict[str, Any]] = {
     "head": {"labels": {"pool": "frontend"}},
-    "p1": {"labels": {"pool": "prefill"}},
-    "p2": {"labels": {"pool": "prefill"}},
-    "d1": {"labels": {"pool": "decode"}},
-    "d2": {"labels": {"pool": "decode"}},
+    "p1": {"labels": {"pool": "prefill"}, "cpus": 1},
+    "p2": {"labels": {"pool": "prefill"}, "cpus": 1},
+    "d1": {"labels": {"pool": "decode"}, "cpus": 1},
+    "d2": {"labels": {"pool": "decode"}, "cpus": 1},
 }
+WORKER_CPUS = 0.9  # one fits a node, as with accelerators: a lost one comes back where the node does
 PARTITION_S = 5.0
 IMPAIRED_S = 5.0  # how long a slow or long way lasts
 NOTICED_S = 15.0  # by then Ray knows that a silent node is dead
@@ -35,7 +36,7 @@ def node_setup(**fields: Any) -> Setup:
     plain = Setup(prefill=2, decode=2, frontends=2, **fields)
     variant = plain.variant
     for role in ("prefill", "decode"):
-        variant[role] = {**variant[role], "max_replicas": 2, "labels": {"pool": role}}
+        variant[role] = {**variant[role], "max_replicas": 2, "cpus": WORKER_CPUS, "labels": {"pool": role}}
     return plain.changed(
         models=[{"name": MODEL, "variants": [variant]}],
         frontend={"replicas": 2, "labels": {"pool": "frontend"}},

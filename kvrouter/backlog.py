@@ -114,9 +114,9 @@ class Backlog:
             ahead += prompt.left_ms
         return ahead
 
-    def slack(self, due_s: float, now_s: float) -> Slack:
-        """Of our prompts that one due at `due_s` would make wait. Those that are late already do not count:
-        to spare them would help nobody."""
+    def slack(self, due_s: float, now_s: float, margin_ms: float = 0.0) -> Slack:
+        """Of our prompts that one due at `due_s` would make wait, until they are within `margin_ms` of their
+        limits. Those that are late already do not count: to spare them would help nobody."""
         if not self._queue:
             return Slack(inf)
         self._work_off(now_s)
@@ -126,8 +126,8 @@ class Backlog:
             if prompt.due_s <= due_s or prompt.left_ms <= 0:
                 continue
             slack_ms = (prompt.limit_s - now_s) * 1e3 - done_ms
-            if 0 <= slack_ms < least:
-                least, clears_ms = slack_ms, min(done_ms, (prompt.due_s - due_s) * 1e3)
+            if 0 <= slack_ms < least + margin_ms:
+                least, clears_ms = max(slack_ms - margin_ms, 0.0), min(done_ms, (prompt.due_s - due_s) * 1e3)
         return Slack(least, clears_ms)
 
     def left_ms(self, attempts: Iterable[int], due_s: float | None, now_s: float) -> float:

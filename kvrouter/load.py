@@ -207,9 +207,9 @@ class WorkerLoad:
         """Own prompts that one due then would delay."""
         return self._backlog.behind(due_s, now_s)
 
-    def slack(self, due_s: float, now_s: float) -> Slack:
-        """How far one due then may delay those behind it."""
-        return self._backlog.slack(due_s, now_s)
+    def slack(self, due_s: float, now_s: float, margin_ms: float = 0.0) -> Slack:
+        """See Backlog."""
+        return self._backlog.slack(due_s, now_s, margin_ms)
 
     @property
     def computing_ms(self) -> list[float]:

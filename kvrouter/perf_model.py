@@ -50,6 +50,11 @@ class LinearModel:
         self._typical = GATE_FLOOR
         self._off = 0  # outliers since the last good sample
 
+    @property
+    def typical_error(self) -> float:
+        """Relative, of recent predictions."""
+        return self._typical
+
     def ms(self, features: tuple[float, ...]) -> float:
         return sum(k * x for k, x in zip(self.coefficients, features, strict=True))
 

@@ -105,6 +105,10 @@ class PolicyRouter:
         """Raises KeyError for a worker that is not there."""
         return self._loads[ident]
 
+    def models(self) -> list[WorkerModels]:
+        """The time models of all workers."""
+        return [load.models for load in self._loads.values()]
+
     # ------------------------------------------------------------ choosing
 
     def choose(self, request: RouterRequest, now_s: float) -> Choice:

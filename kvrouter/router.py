@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Protocol
 
+from kvrouter.perf_model import WorkerModels
+
 __all__ = ["Choice", "LoadLike", "Router", "RouterRequest", "WorkerView"]
 
 
@@ -77,6 +79,9 @@ class Router(Protocol):
     def add_worker(self, worker: WorkerView) -> None: ...
 
     def remove_worker(self, ident: str) -> None: ...
+
+    def models(self) -> list[WorkerModels]:
+        """The time models of all workers, as learnt so far."""
 
     def choose(self, request: RouterRequest, now_s: float) -> Choice:
         """Raises NoWorker when no worker may take the request. Books nothing."""

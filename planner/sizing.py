@@ -109,10 +109,20 @@ class Sizer:
         return least * STRETCH
 
     def _pairs(self) -> Sequence[tuple[int, int]]:
-        if self._seen.outputs:
-            return self._seen.outputs
-        prompts = [row.prompt_tokens for row in self._seen.recent] or [1]
-        return [(prompt, DEFAULT_OUTPUT) for prompt in prompts]
+        """(prompt, output) of those that are answered and of those that are not.
+
+        The first answers of a fresh start are the short ones; those in flight are longer. They count as
+        `DEFAULT_OUTPUT`, or as the answered ones' mean when that is more.
+        """
+        answered = list(self._seen.outputs)
+        mean = sum(output for _, output in answered) // len(answered) if answered else 0
+        unanswered = (self._seen.decoding or 0) + (self._seen.queued or 0)
+        if not answered:
+            unanswered = max(unanswered, 1)
+        prompts = [row.prompt_tokens for row in self._seen.recent[-unanswered:]] if unanswered else []
+        if not answered and not prompts:
+            prompts = [1]
+        return answered + [(prompt, max(mean, DEFAULT_OUTPUT)) for prompt in prompts]
 
     def _context(self) -> float:
         pairs = self._pairs()

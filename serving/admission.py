@@ -37,6 +37,8 @@ from serving.length_lanes import LengthLanes
 
 __all__ = ["LONGEST_RETRY_S", "Admission", "Ask", "Verdict"]
 
+import os
+MARGIN=float(os.environ.get("MARGIN","0"))
 FEWEST_SAMPLES = 3  # behind a model, before it may refuse anybody
 FIRST_OUTPUT_TOKENS = 256.0  # mean length of an answer, before there was one
 OUTPUT_RATE = 0.02  # of the running mean
@@ -151,11 +153,11 @@ class Admission:
         """Why it would not do with `part` of what there is, the longest lack of all."""
         lacks = []
         if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
-            too_long_ms = wait_ms - part * room_ms
+            too_long_ms = wait_ms - (part * room_ms - MARGIN)
             if wait_ms > 0 and too_long_ms > 0:
                 lacks.append(_Lack("ttft", too_long_ms / 1e3))
             else:
-                slack = load.slack(load.due_s(own_ms, now_s), now_s)
+                slack = load.slack(load.due_s(own_ms, now_s), now_s, MARGIN)
                 if slack.ms < own_ms:
                     lacks.append(_Lack("ttft", slack.clears_ms / 1e3))
         if ask.max_tokens > 1:

@@ -39,7 +39,7 @@ from serving.intake import Intake, RequestHead
 from serving.openai import parse_chat, parse_completion
 from serving.responder import Headers, Response, internal_error, public_error
 from serving.served_model import ServedModel
-from serving.sse import Endpoint, Envelope, model_body, models_body
+from serving.sse import Endpoint, Envelope, Variants, model_body, models_body
 from serving.streamed_response import StreamedResponse
 
 _log = logging.getLogger("kvrelay.api")
@@ -72,6 +72,7 @@ class Api:
         debug: Mapping[str, Callable[[], object]] | None = None,
         admin: Ask | None = None,
         id_is_echoed: bool = False,
+        variants: Variants | None = None,
     ) -> None:
         """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation.
 
@@ -88,6 +89,7 @@ class Api:
         self._debug = debug or {}
         self._admin = admin
         self._id_is_echoed = id_is_echoed
+        self._variants = variants
         self._intake = Intake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,10 +152,10 @@ class _Exchange:
                 await self._generate(endpoint, tenant)
         elif path == _MODELS:
             self._allow("GET", "HEAD")
-            await self._answer(200, models_body(list(self._api._models.values())))
+            await self._answer(200, models_body(list(self._api._models.values()), self._api._variants))
         elif path.startswith(_MODELS + "/"):
             self._allow("GET", "HEAD")
-            await self._answer(200, model_body(self._model(path[len(_MODELS) + 1 :])))
+            await self._answer(200, model_body(self._model(path[len(_MODELS) + 1 :]), self._api._variants))
         elif path == "/health":
             self._allow("GET", "HEAD")
             status, body = self._api._health()

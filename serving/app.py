@@ -13,6 +13,7 @@ from decode.deployment import decode_deployment
 from prefill.deployment import prefill_deployment
 from serving.config import load_config
 from serving.control import Control
+from serving.deployment_name import deployment_name
 from serving.frontend import Frontend
 
 log = logging.getLogger("kvrelay.app")
@@ -62,12 +63,6 @@ def build(args: dict[str, Any]) -> Application:
     return application
 
 
-def deployment_name(model: str, variant: str, role: str) -> str:
-    """Serve names may not hold every character a model name may."""
-    clean = "".join(c if c.isalnum() or c in "-_." else "-" for c in f"{model}-{variant}")
-    return f"{clean}-{role}"
-
-
 def running_targets() -> Mapping[str, int]:
     """Replica targets of this application's deployments now, so that a redeploy never shrinks a pool.
 
@@ -87,4 +82,4 @@ def running_targets() -> Mapping[str, int]:
     return targets
 
 
-__all__ = ["build", "deployment_name", "running_targets"]
+__all__ = ["build", "running_targets"]

@@ -7,6 +7,7 @@ the link key (serving/link_key.py). Settings that change live are owned by Contr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -134,6 +135,9 @@ class Variant(Section, frozen=True):
     name: Name = "main"
     prompt_tokens: PromptRange = PromptRange()
     requires: Requires = Requires()
+    times: str | None = (
+        None  # a profile by `python -m planner.profile`; null: learnt from the first requests
+    )
     engine: EngineConfig = EngineConfig()
     parallel: Parallel = Parallel()
     prefill: PoolConfig = PoolConfig()
@@ -151,6 +155,7 @@ class FrontendConfig(Section, frozen=True):
 
     labels: dict[str, str] = msgspec.field(default_factory=dict)
     replicas: Positive = 1
+    max_replicas: Positive | None = None  # the planner may grow them to this; null: it leaves them alone
     max_inflight: Positive = 1024  # requests, of one frontend
     max_inflight_per_key: Positive | None = None  # the same, of one API key; null: no limit of its own
     body_limit_bytes: Annotated[int, Meta(ge=1024)] = 16 << 20
@@ -177,8 +182,26 @@ class AdmissionConfig(Section, frozen=True):
     reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.25
 
 
+class Budget(Section, frozen=True):
+    """What all pools together may take. The GPUs count where pools have some, the CPUs where none has;
+    null: whatever their `max_replicas` come to."""
+
+    cpus: Annotated[float, Meta(gt=0)] | None = None
+    gpus: Annotated[float, Meta(gt=0)] | None = None
+
+
 class PlannerConfig(Section, frozen=True):
-    mode: Literal["off"] = "off"
+    """`mode` is where it starts: advise reports, act scales; live by `kvrelay admin planner`.
+    `startup_s`: from an order to a ready worker, until it was seen; `idle_to_zero_s`: null is never."""
+
+    mode: Literal["off", "advise", "act"] = "off"
+    interval_s: Annotated[float, Meta(ge=0.5, le=300)] = 5
+    budget: Budget = Budget()
+    predictor: Literal["blend", "last", "shape", "arima"] = "blend"
+    startup_s: Annotated[float, Meta(ge=0, le=3600)] = 60
+    down_window_s: Annotated[float, Meta(ge=0, le=86_400)] = 240
+    flips: bool = True
+    idle_to_zero_s: Annotated[float, Meta(ge=0)] | None = None
 
 
 class Deadlines(Section, frozen=True):
@@ -278,6 +301,7 @@ def _check_relations(config: AppConfig) -> None:
                     f"{at}.engine.chunk_tokens = {engine.chunk_tokens}; "
                     f"allowed: at least block_tokens ({engine.block_tokens})"
                 )
+            _check_trtllm(at, variant)
             for pool_name, pool in (("prefill", variant.prefill), ("decode", variant.decode)):
                 if not pool.min_replicas <= pool.max_replicas:
                     raise ConfigError(
@@ -291,3 +315,48 @@ def _check_relations(config: AppConfig) -> None:
                     )
             if variant.decode.replicas < 1:
                 raise ConfigError(f"{at}.decode.replicas = 0; allowed: 1 or more, decode answers requests")
+
+
+# Settings of our own engines, and what has their place with TensorRT-LLM.
+_NOT_OF_TRTLLM = {
+    "dtype": "engine.trtllm.dtype",
+    "kv_bytes": "engine.trtllm.free_gpu_memory_fraction",
+    "chunk_tokens": "engine.trtllm.max_num_tokens",
+    "device": "gpus of the pools",
+}
+_TOPOLOGY_PAIR = re.compile(r"tp[1-9]\d*pp[1-9]\d*>tp[1-9]\d*pp[1-9]\d*")
+
+
+def _check_trtllm(at: str, variant: Variant) -> None:
+    engine, ours = variant.engine, variant.engine.trtllm
+    if engine.kind != "tensorrt_llm":
+        if ours != TrtllmConfig():
+            raise ConfigError(f"{at}.engine.trtllm is for engine kind 'tensorrt_llm', not {engine.kind!r}")
+        return
+    usual = EngineConfig()
+    for name, instead in _NOT_OF_TRTLLM.items():
+        if getattr(engine, name) != getattr(usual, name):
+            raise ConfigError(f"{at}.engine.{name} is not for engine kind 'tensorrt_llm'; use {instead}")
+    for pair in ours.topology_pairs:
+        if not _TOPOLOGY_PAIR.fullmatch(pair):
+            raise ConfigError(
+                f"{at}.engine.trtllm.topology_pairs: {pair!r}; "
+                "allowed: prefill>decode as in 'tp2pp1>tp1pp1'"
+            )
+    shapes = []
+    for name, pool in (("prefill", variant.prefill), ("decode", variant.decode)):
+        if name == "prefill" and not pool.replicas and not pool.min_replicas:
+            continue  # decode workers prefill by themselves
+        parallel = pool.parallel or variant.parallel
+        world = parallel.tensor * parallel.pipeline
+        if pool.gpus != world:
+            raise ConfigError(
+                f"{at}.{name}.gpus = {pool.gpus:g}; allowed: {world}, parallel.tensor x parallel.pipeline"
+            )
+        shapes.append(f"tp{parallel.tensor}pp{parallel.pipeline}")
+    pair = ">".join(shapes)
+    if len(set(shapes)) > 1 and pair not in ours.topology_pairs:
+        raise ConfigError(
+            f"{at}: prefill and decode have different layouts ({pair}), which gave wrong text before; "
+            f"compare outputs, then put {pair!r} into engine.trtllm.topology_pairs"
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from serving.errors import ConfigError, LinkError, Unavailable
@@ -44,9 +44,9 @@ class ControlClient:
         register: Register,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
         on_orders: Callable[[Orders], None] = lambda orders: None,
-        report: Callable[[], Message | None] = lambda: None,
+        report: Callable[[], Iterable[Message]] = lambda: (),
     ) -> None:
-        """`report` makes what is sent every `REPORT_S`; None: nothing this time."""
+        """`report` makes what is sent every `REPORT_S` while Control is there."""
         self._me = me
         self._key = key
         self._registry = registry
@@ -128,8 +128,7 @@ class ControlClient:
 
     def _report_now(self) -> None:
         self._reporting = asyncio.get_running_loop().call_later(REPORT_S, self._report_now)
-        message = self._report()
-        if message is not None:
+        for message in self._report():
             self.send(message)
 
     # -- LinkHandler

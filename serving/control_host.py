@@ -13,7 +13,7 @@ from typing import Any
 
 from serving.admin import Admin
 from serving.link import Identity, Link, LinkServer
-from serving.live_settings import LiveSettings, parse_settings, settings_values
+from serving.live_settings import LivePlanner, LiveSettings, parse_settings, settings_values
 from serving.metrics import Registry, fold, merge
 from serving.orders import OrderBook
 from serving.wire import (
@@ -21,6 +21,7 @@ from serving.wire import (
     AdminRequest,
     AnyMessage,
     Family,
+    FrontendReport,
     Members,
     MetricsPull,
     MetricsPush,
@@ -94,6 +95,7 @@ class ControlHost:
         self._save_orders = save_orders
         self.orders = OrderBook(self._on_orders)
         self.variants = variants or {}
+        self.on_demand: Callable[[str, FrontendReport], None] = lambda frontend, report: None
         self.admin = Admin(self)
         registry = Registry({"control": me.ident})
         registry.gauge("parties", "Processes linked to Control, by kind", self._count_parties, ("kind",))
@@ -135,9 +137,22 @@ class ControlHost:
         for link in self._parties:
             link.send(self.orders.message())
 
-    def change_settings(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Merge `changes`, keep and publish the result; raises ConfigError and then changes nothing."""
+    @property
+    def live(self) -> LiveSettings:
+        return self._settings
+
+    @property
+    def registry(self) -> Registry:
+        """Of Control itself."""
+        return self._registry
+
+    def change_settings(
+        self, changes: dict[str, Any], check: Callable[[LivePlanner], None] = lambda planner: None
+    ) -> dict[str, Any]:
+        """Merge `changes`, keep and publish the result; raises ConfigError and then changes nothing.
+        `check` raises it for what does not go with the configuration."""
         changed = parse_settings({**self.settings, **changes})
+        check(changed.planner)
         self._save(settings_values(changed))
         self._settings = changed
         self._version += 1
@@ -189,6 +204,9 @@ class ControlHost:
             self._answered(message.serial, link)
         elif isinstance(message, WorkerReport):
             party.report, party.reported_s = message, self._loop.time()
+        elif isinstance(message, FrontendReport):
+            assert link.peer is not None
+            self.on_demand(link.peer.ident, message)
         elif isinstance(message, ScrapeRequest):
             self._scrape(link, message.serial)
         elif isinstance(message, AdminRequest):

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvrouter.router import Router
 from serving.config import Deadlines
+from serving.demand import Demand
 from serving.engine.base import FinishReason, Mode, TokenLogprobs
 from serving.errors import (
     DeadlineExceeded,
@@ -30,17 +31,15 @@ from serving.errors import (
 )
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest, Sink
+from serving.moving import MOVED, Mover
 from serving.placement import Placer
 from serving.retry_budget import RetryBudget
-from serving.run import Attempt, Run, Stage, WorkerEntry
-from serving.wire import Ended, Step, unpack_u32, unpack_u64
+from serving.run import Run, Stage, WorkerEntry
+from serving.wire import Ended, FrontendReport, Step, unpack_u32, unpack_u64
 
 log = logging.getLogger("kvrelay.coordinator")
 
 MAX_PLACEMENTS = 4  # a request is placed at most this often
-MOVES_AT_ONCE = 4  # off one worker: more would only share its network and lengthen each other's pause
-MOVE_AGAIN_S = 1.0  # after a move that failed
-MOVED = "moved"  # reason of an Ended whose run goes on at the reader of its KV
 
 
 class Coordinator:
@@ -68,6 +67,8 @@ class Coordinator:
         self._router = router
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
+        self._mover = Mover(self._live, self._placer, metrics)
+        self._demand = Demand()
         self._stage_ms = {
             Stage.QUEUE: deadlines.queue_ms,
             Stage.PREFILL: deadlines.prefill_ms,
@@ -87,6 +88,10 @@ class Coordinator:
     def recent(self) -> deque[dict[str, Any]]:
         """The last choices, newest last."""
         return self._placer.recent
+
+    def report(self, model: str, variant: str) -> FrontendReport:
+        """What came since the last call, and what is; for the planner."""
+        return self._demand.report(model, variant, self._live, self._router.models(), self._clock())
 
     def uses(self, worker: str) -> bool:
         """Some run has an attempt on `worker`."""
@@ -109,10 +114,13 @@ class Coordinator:
             limit_ms = min(limit_ms, request.timeout_ms)
         run.deadline_s = now + limit_ms / 1e3
         try:
-            self._placer.place(run, now)
+            choice = self._placer.place(run, now)
         except NoWorker:
+            self._demand.arrived(len(request.prompt), len(request.prompt), None, now)
             self._metrics.rejects.inc(labels=("no_worker",))
             raise
+        n_prompt = len(request.prompt)
+        self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), None, now)
         self._live.add(run)
         self._budget.earn()
         self._metrics.prompt_tokens.observe(len(request.prompt))
@@ -144,7 +152,8 @@ class Coordinator:
         if attempt is not None:
             self._breakers.succeeded(attempt.worker)
         if ended.reason == MOVED:
-            self._on_moved(run, ended.attempt, now)
+            if not self._mover.moved(run, ended.attempt):
+                self._retry(run, WorkerLost("the worker that took over is gone"), now)
             return
         run.final = FinishReason(ended.reason)
         if not run.early:
@@ -189,7 +198,7 @@ class Coordinator:
                 if not run.pending:
                     touched.append(run)
                     if run.move is not None and run.move.target == attempt:
-                        self._taken_over(run, now)
+                        self._mover.taken_over(run, now)
                 run.pending.append(token)
                 if run.logprobs:
                     run.pending_logprobs.append(drawn[row])
@@ -255,6 +264,7 @@ class Coordinator:
         assert reason is not None
         generated = len(run.sent)
         self._metrics.output_tokens.observe(generated)
+        self._demand.finished(len(run.request.prompt), generated)
         if generated > 1:
             self._metrics.tpot.observe((run.last_s - run.started_s) / generated)
         self._end(run, reason.value)
@@ -281,61 +291,9 @@ class Coordinator:
             else:
                 self._placer.take_back(run, attempt)
 
-    # ------------------------------------------------------------ moving
-
     def move_from(self, worker: str) -> int:
-        """Move the runs that decode on `worker` elsewhere, a few at a time; call it until it returns 0.
-
-        Returns how many runs have an attempt there. Those that cannot be moved go on where they are.
-        """
-        now = self._clock()
-        there = moving = 0
-        waiting: list[tuple[Run, Attempt]] = []
-        for run in self._live:
-            for attempt in run.attempts.values():
-                if attempt.worker != worker:
-                    continue
-                there += 1
-                if run.move is not None:
-                    moving += run.move.source == attempt.ident
-                elif (
-                    run.stage is Stage.DECODE
-                    and attempt.mode is not Mode.PREFILL
-                    and now >= run.move_after_s
-                ):
-                    waiting.append((run, attempt))
-        for run, attempt in waiting[: max(MOVES_AT_ONCE - moving, 0)]:
-            try:
-                self._placer.move(run, attempt, now)
-            except NoWorker:
-                run.move_after_s = now + MOVE_AGAIN_S
-        return there
-
-    def _on_moved(self, run: Run, source: int, now: float) -> None:
-        """The source gave `run` up: its reader has everything."""
-        self._metrics.migrations.inc(labels=("moved",))
-        if not run.decoding:
-            # The target failed, or was taken back, while the source confirmed.
-            self._retry(run, WorkerLost("the worker that took over is gone"), now)
-        elif run.move is not None and run.move.source == source:
-            run.move.left = True
-
-    def _taken_over(self, run: Run, now: float) -> None:
-        """The first token of the target is here."""
-        self._metrics.migration_gap.observe(now - run.last_s)
-        run.move = None
-
-    def _stop_moving(self, run: Run, why: str, now: float) -> None:
-        """Its target failed before it took over; the source goes on."""
-        move = run.move
-        assert move is not None
-        log.info("%s: not moved: %s", run.request.request_id, why)
-        self._metrics.migrations.inc(labels=("failed",))
-        run.move = None
-        run.move_after_s = now + MOVE_AGAIN_S
-        target = run.attempts.get(move.target)
-        if target is not None:
-            self._placer.take_back(run, target)
+        """See Mover."""
+        return self._mover.move_from(worker, self._clock())
 
     # ------------------------------------------------------------ faults
 
@@ -362,7 +320,7 @@ class Coordinator:
         move = run.move
         if move is not None and move.target == attempt and not move.left:
             self._placer.release(run, attempt)
-            self._stop_moving(run, message, now)
+            self._mover.stop(run, message, now)
             return
         worker = run.attempts[attempt].worker
         self._count_failure(worker, now)
@@ -432,7 +390,7 @@ class Coordinator:
                 continue
             move = run.move
             if move and not move.left and (now - move.since_s) * 1e3 > self._deadlines.transfer_ms:
-                self._stop_moving(run, "it took too long", now)
+                self._mover.stop(run, "it took too long", now)
             late = self._silent(run, now) if run.stage is Stage.DECODE else self._late(run, now)
             if late is None:
                 continue

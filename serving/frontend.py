@@ -10,8 +10,8 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serving.config import SimProfile, load_config
-from serving.engine.factory import engine_capabilities
+from serving.config import load_config
+from serving.engine.factory import engine_capabilities, engine_context
 from serving.frontend_host import FrontendHost
 from serving.link_key import link_key, read_key
 from serving.manifest import resolve_weights
@@ -25,7 +25,6 @@ from serving.replica import (
     warn_without_flags,
 )
 from serving.served_model import load_served_model
-from serving.sim_profile import load_profile
 
 FIRST_WORKER_S = 600.0  # a replica is ready once a model can be answered: weights may load for long
 
@@ -50,10 +49,10 @@ class Frontend:
         served = {}
         for model in config.models:
             variant = model.variants[0]
-            limit = None
-            if variant.engine.kind == "sim":
-                profile: SimProfile = load_profile(variant.engine.profile)
-                limit = profile.context_tokens
+            limits = [engine_context(each) for each in model.variants]
+            limit = max((known for known in limits if known is not None), default=None)
+            if None in limits:  # one that takes whatever the model was made for
+                limit = None
             directory = await asyncio.to_thread(resolve_weights, variant.weights)
             served[model.name] = load_served_model(
                 model.name,

@@ -24,12 +24,13 @@ from serving.generation import GenerationRequest, Sink, Ticket
 from serving.link import Identity
 from serving.live_settings import LiveSettings
 from serving.metrics import Registry, render
+from serving.provenance import merged
 from serving.registry import Members
 from serving.run import WorkerEntry
 from serving.served_model import ServedModel
 from serving.variant_choice import Offer, choose_variant
 from serving.variant_links import VariantLinks
-from serving.wire import Register
+from serving.wire import FrontendReport, Register
 
 log = logging.getLogger("kvrelay.frontend")
 
@@ -122,6 +123,7 @@ class FrontendHost:
             registry=self.registry,
             register=Register(me.kind, me.ident, {}),
             on_settings=self._on_settings,
+            report=self._report,
         )
         self._generator = VariantGenerator(config, self.variants, seed=me.epoch)
         self.api = Api(
@@ -133,6 +135,7 @@ class FrontendHost:
             debug={"/debug/router": self.recent_choices},
             admin=self.control.ask,
             id_is_echoed=id_is_echoed,
+            variants=self.provenances,
         )
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -167,6 +170,10 @@ class FrontendHost:
         self._generator.weights = settings.weights
         logging.getLogger("kvrelay").setLevel(settings.log_level)
 
+    def _report(self) -> list[FrontendReport]:
+        """What the planner wants to know."""
+        return [links.demand(model, variant) for (model, variant), links in self.variants.items()]
+
     # ------------------------------------------------------------ health and metrics
 
     def health(self) -> tuple[int, dict[str, Any]]:
@@ -186,6 +193,15 @@ class FrontendHost:
             degraded += [f"{links.name}/{role}" for role, n in pools.items() if n == 0 and role in wanted]
         status = "ok" if able and not degraded and not ill else "degraded" if able else "unavailable"
         return (200 if able else 503), {"status": status, "degraded": degraded, "ill": ill}
+
+    def provenances(self, model: str) -> list[dict[str, Any]]:
+        """What the linked workers of `model` serve, for /v1/models."""
+        return merged(
+            (variant, pool, provenance)
+            for (name, variant), links in self.variants.items()
+            if name == model
+            for pool, provenance in links.provenances()
+        )
 
     def recent_choices(self) -> dict[str, Any]:
         """The router's last choices by variant, newest last, with each worker's terms."""

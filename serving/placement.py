@@ -47,7 +47,7 @@ class Placer:
         # Attempt ids are unique over all frontends and restarts: 31 random bits, 32 counted ones.
         self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
 
-    def place(self, run: Run, now: float) -> None:
+    def place(self, run: Run, now: float) -> Choice:
         """Choose workers and send the attempts. Raises NoWorker; then nothing was sent."""
         request = run.request
         wanted = self._wanted(run, now)
@@ -75,6 +75,7 @@ class Placer:
             "placed %s: prefill %s, decode %s, %s",
             request.request_id, choice.prefill, choice.decode, choice.reasons,
         )  # fmt: skip
+        return choice
 
     def move(self, run: Run, source: Attempt, now: float) -> None:
         """Start to move `run`, which decodes as `source`, to another decode worker with its KV.

@@ -146,13 +146,15 @@ def _of_pool(model: str, variant: Variant, role: str, options: Options) -> PoolC
 
 
 def traffic_of(variant: Variant, role: str, context_tokens: int, options: Options) -> Traffic:
-    """Prompts as long as the variant takes where that is limited, else PROMPT_TOKENS; it fits the context."""
+    """Prompts of PROMPT_TOKENS; of all that the variant takes when it is for longer ones or takes less."""
     output = options.output_tokens
     if output is None:
         output = max(1, min(OUTPUT_TOKENS, context_tokens // 4))
     prompt = options.prompt_tokens
     if prompt is None:
-        prompt = min(variant.prompt_tokens.max or PROMPT_TOKENS, longest_prompt(variant, context_tokens))
+        prompt = longest_prompt(variant, context_tokens)
+        if variant.prompt_tokens.min <= PROMPT_TOKENS:
+            prompt = min(prompt, PROMPT_TOKENS)
         prompt = max(1, min(prompt, context_tokens - output))
     if role == "prefill":
         output = 1

@@ -10,7 +10,7 @@ last, before `[DONE]`; an error is an event in the HTTP error's shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -171,19 +171,24 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _NO_LOGPROB
 
 
-def models_body(models: Sequence[ServedModel]) -> bytes:
-    return orjson.dumps({"object": "list", "data": [_model(model) for model in models]})
+Variants = Callable[[str], list[dict[str, Any]]]  # of a model's name: serving.provenance.merged
 
 
-def model_body(model: ServedModel) -> bytes:
-    return orjson.dumps(_model(model))
+def models_body(models: Sequence[ServedModel], variants: Variants | None = None) -> bytes:
+    return orjson.dumps({"object": "list", "data": [_model(model, variants) for model in models]})
 
 
-def _model(model: ServedModel) -> dict[str, Any]:
+def model_body(model: ServedModel, variants: Variants | None = None) -> bytes:
+    return orjson.dumps(_model(model, variants))
+
+
+def _model(model: ServedModel, variants: Variants | None) -> dict[str, Any]:
+    ours = {"kvrelay": {"variants": variants(model.name)}} if variants is not None else {}
     return {
         "id": model.name,
         "object": "model",
         "created": model.created,
         "owned_by": "kvrelay",
         "max_model_len": model.context_tokens,
+        **ours,
     }

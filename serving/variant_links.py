@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvrouter.router import Router, WorkerView
 from serving.coordinator import Coordinator
@@ -22,6 +23,7 @@ from serving.step_check import check_step
 from serving.wire import (
     AnyMessage,
     Draining,
+    FrontendReport,
     LoadReport,
     PeerAddress,
     Peers,
@@ -43,6 +45,7 @@ class _Worker:
     layout: str
     address: str
     view: WorkerView
+    provenance: dict[str, Any]  # serving.provenance; empty from a worker that does not say
     kept: KeptLink | None = None
     member: bool = True
     draining: bool = False  # it asked for no more requests
@@ -113,6 +116,7 @@ class VariantLinks:
                 self._depart(worker)
 
     def _add(self, ident: str, pool: str, meta: dict[str, object]) -> None:
+        provenance = meta.get("provenance")
         worker = _Worker(
             ident=ident,
             pool=pool,
@@ -126,6 +130,7 @@ class VariantLinks:
                 total_blocks=int(str(meta["total_blocks"])),
                 max_batch=int(str(meta["max_batch"])),
             ),
+            provenance=dict(provenance) if isinstance(provenance, dict) else {},
         )
         self._workers[ident] = worker
         worker.kept = KeptLink(worker.address, self._me, self._key, _WorkerHandler(self, worker))
@@ -145,7 +150,7 @@ class VariantLinks:
             self._router.add_worker(worker.view)
 
     def _empty(self, worker: _Worker) -> bool:
-        """Move what runs on a leaving worker. False: it had departed, and its link went with the last of it."""
+        """Move what runs on a leaving worker. False: it had departed, and the last of it went, with its link."""
         if self.coordinator.move_from(worker.ident) or worker.member:
             return True
         self._drop(worker)
@@ -286,6 +291,10 @@ class VariantLinks:
     def _linked(self, pool: str) -> bool:
         return any(w.pool == pool and w.ident in self._entries for w in self._workers.values())
 
+    def demand(self, model: str, variant: str) -> FrontendReport:
+        """Since the last call."""
+        return self.coordinator.report(model, variant)
+
     @property
     def can_answer(self) -> bool:
         """Some decode worker is linked, be it a leaving one."""
@@ -296,6 +305,14 @@ class VariantLinks:
         links = {w.ident: w.kept.link for w in self._workers.values() if w.kept is not None}
         beats = {ident: link.peer_beat for ident, link in links.items() if link is not None}
         return {ident: beat.ill for ident, beat in beats.items() if beat is not None and beat.ill}
+
+    def provenances(self) -> list[tuple[str, dict[str, Any]]]:
+        """(pool, what it serves) of every linked member."""
+        return [
+            (worker.pool, worker.provenance)
+            for worker in self._workers.values()
+            if worker.member and worker.ident in self._entries
+        ]
 
     def pools(self) -> dict[str, int]:
         """Linked workers by role that are not leaving."""

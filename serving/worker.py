@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
+import msgspec
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -13,10 +16,13 @@ from serving.config import AppConfig, Deadlines, Variant, load_config
 from serving.control_client import ControlClient
 from serving.engine.base import Engine
 from serving.engine.factory import build_engine
+from serving.engine.trtllm.placement import ray_placement, reserved
+from serving.kv.elsewhere import MovedElsewhere
 from serving.kv.io import KvIo
 from serving.kv.nixl import NixlTransfer
 from serving.link_key import link_key
 from serving.metrics import Registry
+from serving.provenance import export, start_provenance
 from serving.registry import Members
 from serving.replica import (
     FOUND_BY_MEMBERS,
@@ -46,15 +52,18 @@ class Worker:
         me = replica_identity("worker", config.link)
         key = link_key(config.link, application_name())
         spec = find_variant(config, model, variant)
-        engine: Engine = await asyncio.to_thread(build_engine, spec)
+        self._provenance = await asyncio.to_thread(start_provenance, spec, role)  # refuses before it loads
+        engine: Engine = await asyncio.to_thread(partial(build_engine, spec, role, **engine_place(spec)))
+        transfer = MovedElsewhere if engine.capabilities.moves_kv else NixlTransfer
         registry = Registry({"model": model, "variant": variant, "pool": role, "worker": me.ident})
+        export(registry, self._provenance)
         self._max_batch = spec.engine.max_batch
         self._drain_s = config.deadlines.drain_ms / 1e3
         self._host = WorkerHost(
             me=me,
             role=role,
             engine=engine,
-            kv_io=KvIo(NixlTransfer(f"{me.ident}-{me.epoch:x}")),
+            kv_io=KvIo(transfer(f"{me.ident}-{me.epoch:x}")),
             key=key,
             deadlines=config.deadlines,
             registry=registry,
@@ -93,6 +102,7 @@ class Worker:
             "block_tokens": engine.block_tokens,
             "total_blocks": engine.memory.n_blocks,
             "max_batch": self._max_batch,
+            "provenance": msgspec.to_builtins(self._provenance),
         }
 
     async def check_health(self) -> None:
@@ -114,6 +124,15 @@ class Worker:
         await self._host.stop()
 
 
+def engine_place(variant: Variant) -> dict[str, Any]:
+    """What this replica has for its engine, where the engine has to know: GPUs, or its placement group."""
+    if variant.engine.kind != "tensorrt_llm":
+        return {}
+    if variant.engine.trtllm.orchestrator == "ray":
+        return {"placement": ray_placement(ray.util.get_current_placement_group())}
+    return {"gpus": len(ray.get_gpu_ids())}
+
+
 def find_variant(config: AppConfig, model: str, variant: str) -> Variant:
     return next(v for m in config.models if m.name == model for v in m.variants if v.name == variant)
 
@@ -132,6 +151,10 @@ def worker_deployment(
     """The bound deployment of one pool; `role` is prefill or decode."""
     pool = variant.prefill if role == "prefill" else variant.decode
     options: dict[str, Any] = {"num_cpus": pool.cpus, "num_gpus": pool.gpus}
+    bundles: dict[str, Any] = {}
+    if variant.engine.kind == "tensorrt_llm":
+        engine = variant.engine.trtllm
+        options, bundles = reserved(pool, pool.parallel or variant.parallel, engine.orchestrator)
     if pool.labels:
         options["label_selector"] = pool.labels
     # Set before torch is imported, and per replica: two workers that spin on two cores slow each other 3x.
@@ -148,6 +171,7 @@ def worker_deployment(
         num_replicas=replicas,
         max_ongoing_requests=100_000,
         ray_actor_options=options,
+        **bundles,
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=deadlines.drain_ms / 1e3 + 5,

@@ -38,26 +38,29 @@ class OrderedWorker:
             self._switching.cancel()
             await asyncio.wait([self._switching])
 
-    def report(self) -> WorkerReport | None:
+    def report(self) -> list[WorkerReport]:
+        """Nothing before the engine has shown its first load."""
         host, load = self._host, self._host.metrics.load
         if load is None:
-            return None
+            return []
         blocks, counters = load.blocks, host.engine.counters
-        return WorkerReport(
-            role=host.role,
-            draining=host.draining,
-            busy=host.busy,
-            attempts=host.attempts,
-            leases=host.leases,
-            running=load.running,
-            waiting=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            free_blocks=blocks.free + blocks.cached,
-            total_blocks=blocks.total,
-            step_ms=load.step_ms,
-            prompt_tokens=counters.prompt_tokens_computed,
-            generated_tokens=counters.tokens_generated,
-        )
+        return [
+            WorkerReport(
+                role=host.role,
+                draining=host.draining,
+                busy=host.busy,
+                attempts=host.attempts,
+                leases=host.leases,
+                running=load.running,
+                waiting=load.waiting,
+                waiting_tokens=load.waiting_tokens,
+                free_blocks=blocks.free + blocks.cached,
+                total_blocks=blocks.total,
+                step_ms=load.step_ms,
+                prompt_tokens=counters.prompt_tokens_computed,
+                generated_tokens=counters.tokens_generated,
+            )
+        ]
 
     async def _switch(self) -> None:
         """Drain the old role, then play the new one. Orders that change meanwhile are followed."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from serving.config import Variant
 from serving.engine.base import Capabilities, Engine
-from serving.errors import StartError
 from serving.manifest import model_digest, read_model_card, resolve_weights
 from serving.sim_profile import load_profile
 
@@ -20,11 +21,31 @@ def engine_capabilities(variant: Variant) -> Capabilities:
         from serving.engine.sim import CAPABILITIES
 
         return CAPABILITIES
+    if variant.engine.kind == "tensorrt_llm":
+        from serving.engine.trtllm.capabilities import capabilities_of
+
+        return capabilities_of(variant.engine.trtllm)
     return Capabilities()
 
 
-def build_engine(variant: Variant) -> Engine:
+def engine_context(variant: Variant) -> int | None:
+    """Most tokens of a prompt and its answer, as the settings say; None: what the model was made for."""
+    if variant.engine.kind == "sim":
+        return load_profile(variant.engine.profile).context_tokens
+    return variant.engine.trtllm.max_seq_len if variant.engine.kind == "tensorrt_llm" else None
+
+
+def build_engine(
+    variant: Variant,
+    role: str = "decode",
+    *,
+    gpus: int | None = None,
+    placement: Mapping[str, Any] | None = None,
+) -> Engine:
     """Prepare the weights on this node and build the engine; blocks for seconds, so not on a loop.
+
+    Only TensorRT-LLM looks at the rest: `role` of the worker (prefill, decode), GPUs that this process may
+    use, and where the Ray orchestrator puts its workers (serving.engine.trtllm.placement).
 
     Raises StartError or ConfigError with one line.
     """
@@ -47,4 +68,9 @@ def build_engine(variant: Variant) -> Engine:
             card.eos_token_ids,
             model_digest(directory),
         )
-    raise StartError(f"engine.kind = {config.kind!r} is not part of this installation")
+    from serving.engine.trtllm.build import build_trtllm_engine
+
+    pool = variant.prefill if role == "prefill" else variant.decode
+    return build_trtllm_engine(
+        config, directory, pool.parallel or variant.parallel, role, gpus=gpus, placement=placement
+    )

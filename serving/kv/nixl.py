@@ -17,8 +17,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import logging.config
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
@@ -226,12 +229,28 @@ def _load_nixl() -> Any:
     loaded = [name for name in names if f"{name}._api" in sys.modules]  # two in one process clash
     for name in loaded or names:
         try:
-            api = importlib.import_module(f"{name}._api")
+            with _handlers_left_alone():
+                api = importlib.import_module(f"{name}._api")
         except ModuleNotFoundError:
             continue
         logging.getLogger("nixl").setLevel(logging.WARNING)  # it prints INFO lines on stdout
         return api
     raise StartError(f"NIXL is not installed; looked for {' and '.join(names)}")
+
+
+@contextmanager
+def _handlers_left_alone() -> Iterator[None]:
+    """NIXL configures logging when it is imported, by a `dictConfig` that closes every handler there is.
+
+    Serve's log handler loses its file by that, and a Serve controller that starts anew asks each replica
+    for the file's name: it would replace all those that cannot say.
+    """
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure
 
 
 def _block_list(address: int, block_bytes: int, n_blocks: int, device: int) -> np.ndarray[Any, Any]:

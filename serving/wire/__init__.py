@@ -12,8 +12,8 @@ Token ids travel as little-endian u32 bytes, attempts and hashes as u64 bytes: c
     peer      PeerHello, PeerWelcome, Attach, Lend, Detach, Renew,
               Ready, Confirm, Chunk, Confirmed, Refused                             reader <-> owner of KV
     control   Register, MetricsPush, MetricsPull, ScrapeRequest, ScrapeReply,
-              Settings, Members, Orders, WorkerReport, AdminRequest,
-              AdminReply                                                     party <-> control
+              Settings, Members, Orders, WorkerReport, FrontendReport,
+              AdminRequest, AdminReply                                       party <-> control
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from serving.wire.columns import (
 from serving.wire.control import (
     AdminReply,
     AdminRequest,
+    ArrivalRow,
     Family,
+    Fitted,
+    FrontendReport,
     Members,
     MetricsPull,
     MetricsPush,
@@ -118,6 +121,7 @@ AnyMessage = (
     | Members
     | Orders
     | WorkerReport
+    | FrontendReport
     | AdminRequest
     | AdminReply
 )
@@ -141,6 +145,7 @@ __all__ = [
     "AdminReply",
     "AdminRequest",
     "AnyMessage",
+    "ArrivalRow",
     "Attach",
     "Beat",
     "Begun",
@@ -153,6 +158,8 @@ __all__ = [
     "Ended",
     "Events",
     "Family",
+    "Fitted",
+    "FrontendReport",
     "Handoff",
     "Hello",
     "Lend",

@@ -101,6 +101,39 @@ class WorkerReport(Message, tag="report"):
     generated_tokens: U64  # in all
 
 
+class ArrivalRow(msgspec.Struct, array_like=True):
+    """A request at admission, `age_ms` before the report was made."""
+
+    age_ms: Amount
+    prompt_tokens: U64
+    uncached_tokens: U64
+    slo_class: str | None = None
+
+
+class Fitted(msgspec.Struct, array_like=True):
+    """Coefficients of kvrouter.perf_model, from the workers this frontend knows best."""
+
+    prefill: tuple[float, float, float]
+    step: tuple[float, float, float]
+    prefill_spread: Amount
+    step_spread: Amount
+    samples: U64  # of the less well known of the two
+
+
+class FrontendReport(Message, tag="demand"):
+    """Frontend -> control, about twice a second and variant: what came since the report before, what is."""
+
+    since: ClassVar[int] = 2
+    model: str
+    variant: str
+    arrivals: Annotated[list[ArrivalRow], MANY]
+    outputs: Annotated[list[tuple[int, int]], MANY]  # (prompt, output) tokens of answers
+    queued: U64  # requests without a first token
+    queue_age_ms: Amount  # of the oldest of them
+    decoding: U64
+    fitted: Fitted | None = None
+
+
 class AdminRequest(Message, tag="admin?"):
     """Frontend -> control: what an operator asked for at its door."""
 

@@ -10,6 +10,8 @@ import os
 from typing import Any
 from zlib import crc32
 
+import msgspec
+
 from serving.config import AppConfig, SimProfile, load_config
 from serving.control_client import ControlClient
 from serving.control_host import ControlHost
@@ -22,6 +24,7 @@ from serving.kv.local import LocalTransfer, Switchboard
 from serving.kv.nixl import NixlTransfer
 from serving.link import Identity
 from serving.metrics import Registry
+from serving.provenance import Provenance, export
 from serving.run import Run
 from serving.wire import Register
 from serving.worker_host import WorkerHost
@@ -31,6 +34,19 @@ from tests.tiny_tokenizer import tiny_model, tiny_tokenizer
 from tests.unit.handoff_fakes import until
 
 LONG_S = 40.0
+PROVENANCE = Provenance(
+    engine="sim",
+    engine_version="1",
+    kvrelay_version="1",
+    gpu="cpu",
+    driver="cpu",
+    cuda="cpu",
+    parallel="tp1pp1",
+    weights_digest="0" * 32,
+    quantization="NO_QUANT",
+    kv_dtype="unknown",
+    settings_digest="0" * 16,
+)
 BLOCK_TOKENS = 8
 CONTEXT_TOKENS = 1024
 # Answers are plain text, so that a text tells its tokens.
@@ -70,6 +86,8 @@ class SimWorker:
         )
         labels = {"model": "tiny", "variant": "main", "pool": role}
         registry = Registry({**labels, "worker": self.me.ident})
+        self.provenance = PROVENANCE
+        export(registry, self.provenance)
         self.host = WorkerHost(
             me=self.me,
             role=role,
@@ -101,6 +119,7 @@ class SimWorker:
             "block_tokens": BLOCK_TOKENS,
             "total_blocks": self.engine.memory.n_blocks,
             "max_batch": 64,
+            "provenance": msgspec.to_builtins(self.provenance),
         }
 
     @property

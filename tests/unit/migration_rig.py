@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from array import array
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +30,7 @@ from serving.wire import (
     Draining,
     Ended,
     Handoff,
+    Message,
     Step,
     Submit,
     pack_u32,
@@ -157,7 +159,9 @@ class Worker:
         states = self.engine.block_states()
         assert states.conserved
         held = states.used + states.leased + states.quarantined
-        return not held and not self.host.busy and self.host.moves.idle and not self.engine._scheduler.n_live
+        return (
+            not held and not self.host.busy and self.host.moves.idle and not self.engine._scheduler.n_live
+        )
 
 
 class Rig:
@@ -171,7 +175,7 @@ class Rig:
         nixl: bool = False,
         deadlines: Deadlines = DEADLINES,
         wire_versions: Iterable[int] = (),
-        kv_bytes: int = 1 << 17,
+        kv_bytes: int = 1 << 16,  # sim: 128 blocks
         max_batch: int = 64,
         **profile: Any,
     ) -> None:
@@ -227,7 +231,7 @@ class Rig:
     async def is_free(self) -> None:
         for worker in self.workers:
             worker.grant(None)
-            await until(lambda worker=worker: worker.is_free)
+            await until(partial(getattr, worker, "is_free"))
 
     # ------------------------------------------------------------ asking
 
@@ -241,7 +245,7 @@ class Rig:
     ) -> None:
         self.prompts[attempt] = prompt
         self.n_prompt[attempt] = len(prompt)
-        self._submit(worker, attempt, prompt, mode, params)
+        self._submit(worker, attempt, prompt, mode, params=params)
 
     def _submit(
         self,
@@ -249,6 +253,7 @@ class Rig:
         attempt: int,
         tokens: array[int],
         mode: Mode,
+        *,
         params: SamplingParams | None = None,
         handoff: Handoff | None = None,
         reserve_tokens: int = 0,
@@ -306,13 +311,26 @@ class Rig:
         self.prompts[new], self.n_prompt[new] = tokens, self.n_prompt[attempt]
         me = source.host.me
         handoff = Handoff(source.address, me.ident, epoch or me.epoch, attempt, live=live)
-        self._submit(target, new, tokens, Mode.DECODE, params, handoff, reserve_tokens)
+        self._submit(
+            target, new, tokens, Mode.DECODE, params=params, handoff=handoff, reserve_tokens=reserve_tokens
+        )
 
     def cancel(self, worker: Worker, attempt: int) -> None:
         self.links[worker].send(Cancel(attempt))
 
+    async def connect(self, source: Worker, target: Worker) -> None:
+        """The target has read from the source before: what is in flight from now on are blocks."""
+        self.n_prompt[50] = self.n_prompt[51] = 9
+        handoff = Handoff(source.address, source.host.me.ident, source.host.me.epoch, 50)
+        self._submit(source, 50, prompt(9, salt=50), Mode.PREFILL)
+        self._submit(target, 51, prompt(9, salt=50), Mode.DECODE, handoff=handoff)
+        await self.ends(51)
+
     async def ends(self, *attempts: int) -> None:
         await until(lambda: all(attempt in self.frontend.ended for attempt in attempts))
+
+    async def drew(self, attempt: int, n_tokens: int) -> None:
+        await until(lambda: self.frontend.count(attempt) == n_tokens)
 
     async def reference(self, prompt: array[int], params: SamplingParams | None = None) -> list[Row]:
         """The answer of a worker where nothing moves."""
@@ -330,14 +348,14 @@ def prompt(n_tokens: int, salt: int = 0) -> array[int]:
     return array("I", [3 + (salt * 7919 + i * 31) % 300 for i in range(n_tokens)])
 
 
-def held(link: Any, kinds: tuple[type, ...]) -> Callable[[], None]:
+def held(link: Any, kinds: tuple[type, ...], stuck: list[Message] | None = None) -> Callable[[], None]:
     """Messages of `kinds` get stuck in `link` from now on; call what is returned to let them go."""
-    stuck: list[Any] = []
+    messages: list[Message] = [] if stuck is None else stuck
     send = link.send
 
-    def hold(message: Any) -> None:
+    def hold(message: Message) -> None:
         if isinstance(message, kinds):
-            stuck.append(message)
+            messages.append(message)
         else:
             send(message)
 
@@ -345,7 +363,7 @@ def held(link: Any, kinds: tuple[type, ...]) -> Callable[[], None]:
 
     def let_go() -> None:
         link.send = send
-        for message in stuck:
+        for message in messages:
             send(message)
 
     return let_go

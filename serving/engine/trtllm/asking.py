@@ -1,4 +1,4 @@
-"""One call of the engine: prompt, parameters, salt, adapter, priority and the hand-over, as its version has them."""
+"""One call of the engine: prompt, parameters, salt, adapter, priority, and what was handed over."""
 
 from __future__ import annotations
 

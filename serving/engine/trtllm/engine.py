@@ -1,4 +1,4 @@
-"""TensorRT-LLM as an engine: attempts in, the engine's own async results out, one output a turn of the loop.
+"""TensorRT-LLM as an engine: attempts in, its own async results out, one output a turn of the loop.
 
     LOCAL     context_and_generation, streamed
     PREFILL   context_only: its one token goes out at once, its state with the last chunk
@@ -6,7 +6,7 @@
               sign that the KV is here; its list begins with the token that prefill told already
 
 The engine lives as long as this object. Everything but the verbs happens on one thread with an event loop;
-events and statistics are polled on others (serving.engine.trtllm.poller). An error of a request ends that
+events and statistics are polled on others (serving.engine.trtllm.polled). An error of a request ends that
 request; any other ends the engine: `died` says why, and the worker has itself replaced.
 """
 
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from serving.config import TrtllmConfig
 from serving.engine.base import (
     AttemptId,
     BlockStates,
-    Capabilities,
     ChunkReady,
     Counters,
     EngineDied,
@@ -45,35 +44,22 @@ from serving.engine.base import (
 from serving.engine.trtllm.aborts import Aborts
 from serving.engine.trtllm.api import Api, one_line
 from serving.engine.trtllm.asking import Asking
+from serving.engine.trtllm.capabilities import capabilities_of
 from serving.engine.trtllm.events import EventTranslator
 from serving.engine.trtllm.live import Live, Stage
-from serving.engine.trtllm.poller import Poller
+from serving.engine.trtllm.load import is_runnable, load_of
+from serving.engine.trtllm.polled import Polled, Steps
 from serving.engine.trtllm.sampling import token_logprobs
 from serving.engine.trtllm.state import StateError, pack_state, unpack_state
-from serving.engine.trtllm.stats import Reading, StatsReader
 from serving.engine.trtllm.watchdog import LOOK_S, Pulse, Watchdog
 
 log = logging.getLogger("kvrelay.engine")
 
-CAPABILITIES = Capabilities(
-    streamed_handoff=False,
-    seeded_resume=False,
-    logit_bias=False,
-    block_states=False,
-    migrate_kv=False,
-    moves_kv=True,
-    guided=True,
-)
 SHUTDOWN_S = 20.0
-EVENTS_PERIOD_S = 0.01
-STATS_PERIOD_S = 0.05
-SILENT_PROMPTS = 32  # whole blocks of so many were computed and no event came
 
 
 class TrtllmEngine:
     """`serving.engine.base.SelfMovingEngine`; made by serving.engine.trtllm.build, after a first answer."""
-
-    capabilities = CAPABILITIES
 
     def __init__(
         self,
@@ -82,19 +68,21 @@ class TrtllmEngine:
         llm: Any,
         asking: Asking,
         config: TrtllmConfig,
+        events: EventTranslator,
         memory: KVMemory,
         layout: str,
         block_tokens: int,
         context_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.capabilities = capabilities_of(config)
         self.memory = memory
         self.layout = layout
         self.block_tokens = block_tokens
         self.context_tokens = context_tokens
         self.counters = Counters()
         self.died: BaseException | None = None
-        self.events = EventTranslator(block_tokens)
+        self.events = events
         self._api = api
         self._llm = llm
         self._asking = asking
@@ -103,22 +91,24 @@ class TrtllmEngine:
         self._loop = asyncio.new_event_loop()
         self._aborts = Aborts(self._loop)
         self._watchdog = Watchdog(llm, clock)
-        self._stats = StatsReader()
-        self._reading: Reading | None = None
         self._live: dict[AttemptId, Live] = {}
         self._abandoned: set[Live] = set()  # cancelled or given up, and not at their end in the engine
         self._lent: set[AttemptId] = set()  # handed over, their readers not heard of
         self._step = 0
-        self._prompts = 0  # computed here that had whole blocks
         self._out: StepOutput | None = None
         self._n_drawn = 0
         self._on_step: Callable[[StepOutput], None] = _ignore
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="trtllm", daemon=True)
-        self._pollers = [
-            Poller("events", llm.get_kv_cache_events_async, self._got_events, period_s=EVENTS_PERIOD_S),
-            Poller("stats", llm.get_stats_async, self._got_stats, period_s=STATS_PERIOD_S),
-        ]
+        self._polled = Polled(
+            llm=llm,
+            events=events,
+            total_blocks=memory.n_blocks,
+            counters=self.counters,
+            post=self._post,
+            on_events=self._take_events,
+            on_step=self._iterated,
+        )
 
     # ------------------------------------------------------------ verbs, from any thread
 
@@ -126,8 +116,7 @@ class TrtllmEngine:
         """See Engine. Verbs may be called before; they wait. Raises RuntimeError the second time."""
         self._on_step = on_step
         self._thread.start()
-        for poller in self._pollers:
-            poller.start()
+        self._polled.start()
 
     def submit(self, work: Work) -> None:
         """See Engine. Raises EngineDied."""
@@ -139,7 +128,7 @@ class TrtllmEngine:
         self._post(partial(self._cancel, attempt))
 
     def end_quarantine(self, attempt: AttemptId) -> None:
-        """Nothing but the engine writes its blocks."""
+        pass
 
     def kv_arrived(self, attempt: AttemptId, token: int, drawn: Sequence[int] = ()) -> None:
         self._post(partial(self._fail, attempt, "its KV came without the engine's state", False))
@@ -152,26 +141,21 @@ class TrtllmEngine:
         self._post(partial(self._lent.discard, attempt))
 
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
-        """Nothing waits for a prefix."""
+        pass
 
     def lend(self, attempt: AttemptId, namespace: int, tokens: array[int]) -> None:
-        self._post(partial(self._lend_nothing, attempt))
+        self._post(lambda: self._output().chunks.append(ChunkReady(attempt, 0, [], True, None)))
 
     def request_snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
         self._post(partial(self._snapshot, callback))
 
     def block_states(self) -> BlockStates:
-        """As of the last statistics; what is cached counts as free."""
-        reading = self._reading
-        total = self.memory.n_blocks if reading is None else reading.total_blocks
-        used = 0 if reading is None else min(reading.used_blocks, total)
-        return BlockStates(total, used, 0, 0, 0, total - used)
+        return self._polled.blocks()
 
     def stop(self) -> None:
         """See Engine; idempotent. An engine that died is left to the end of its process: its own
         shutdown may hang."""
-        for poller in self._pollers:
-            poller.stop()
+        self._polled.stop()
         if self._stopping:
             return
         self._stopping = True
@@ -204,13 +188,12 @@ class TrtllmEngine:
     def _watch(self) -> None:
         """Once a second."""
         if self.died is None:
-            states = self.block_states()
             pulse = Pulse(
-                runnable=self._runnable,
+                runnable=is_runnable(self._live.values()),
                 in_flight=len(self._live) + len(self._abandoned) + len(self._lent),
                 abandoned=sum(live.stage is Stage.MOVING for live in self._abandoned),
-                free_blocks=states.free if self._reading is not None else None,
-                total_blocks=states.total,
+                free_blocks=self._polled.free_blocks,
+                total_blocks=self._polled.blocks().total,
                 step=self._step,
             )
             said = self._watchdog.look(pulse)
@@ -275,26 +258,38 @@ class TrtllmEngine:
 
     async def _follow(self, live: Live) -> None:
         """To its end, whoever still listens."""
-        why, retryable = "the engine ended it without a reason", True
         try:
-            async for _ in live.output:
-                if self._advance(live):
-                    return
-        except self._api.request_error as error:
-            why, retryable = one_line(error), False
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            log.exception("attempt %d", live.attempt)
-            why = f"the engine died: {one_line(error)}"
-            self._loop.call_soon(self._die, repr(error))
+            failure = await self._read(live)
+            if failure is not None and not live.cancelled:
+                self._fail(live.attempt, *failure)
         finally:
+            live.end_deadline()
             self._abandoned.discard(live)
-        if not live.cancelled:
-            self._fail(live.attempt, why, retryable)
+
+    async def _read(self, live: Live) -> tuple[str, bool] | None:
+        """Why it failed, and whether another worker may do better; None when it did not."""
+        steps = live.output.__aiter__()
+        while True:
+            try:
+                await steps.__anext__()
+            except StopAsyncIteration:
+                return "the engine ended it without a reason", True
+            except self._api.request_error as error:
+                return one_line(error), False
+            except Exception as error:
+                log.exception("attempt %d", live.attempt)
+                self._loop.call_soon(self._die, repr(error))
+                return f"the engine died: {one_line(error)}", True
+            try:
+                if self._advance(live):
+                    return None
+            except Exception as error:  # ours: it costs this attempt, and no other
+                log.exception("attempt %d", live.attempt)
+                self._aborts.abort(live.output)
+                return f"what the engine said cannot be understood: {one_line(error)}", False
 
     def _advance(self, live: Live) -> bool:
-        """Tell what is new; True at its end. An error in here is a fault of ours or of the engine's."""
+        """Tell what is new; True at its end."""
         if live.stage is Stage.MOVING:
             self._arrived(live)
         completion = live.output.outputs[0]
@@ -332,13 +327,7 @@ class TrtllmEngine:
         self.counters.prompt_tokens_cached += cached
         self.counters.prompt_tokens_computed += n_tokens - cached
         if n_tokens > self.block_tokens:
-            self._prompts += 1
-            if self._prompts == SILENT_PROMPTS and not self.events.seen:
-                log.warning(
-                    "%d prompts were computed and the engine told no KV event: the router goes by its own "
-                    "predictions for this worker",
-                    self._prompts,
-                )
+            self._polled.expect_events()
 
     def _arrived(self, live: Live) -> None:
         live.end_deadline()
@@ -354,13 +343,9 @@ class TrtllmEngine:
             if live.first_position + live.taken >= work.params.max_tokens:
                 self._finished(live, FinishReason.LENGTH)
                 return
-            completion = live.output.outputs[0]
-            params = completion.disaggregated_params or live.output.disaggregated_params
-            token = int(completion.token_ids[0])
+            token = int(live.output.outputs[0].token_ids[0])
             try:
-                if params is None:
-                    raise StateError("the engine handed nothing over")
-                state = pack_state(self._api, params)
+                state = pack_state(self._api, live.output)
             except StateError as error:
                 self._fail(attempt, str(error), True)
                 return
@@ -413,48 +398,23 @@ class TrtllmEngine:
         log.warning("attempt %d: %s", live.attempt, why)
         self._fail(live.attempt, why, True)
 
-    def _lend_nothing(self, attempt: AttemptId) -> None:
-        self._output().chunks.append(ChunkReady(attempt, 0, [], True, None))
-
     # ------------------------------------------------------------ what is polled
 
-    def _got_events(self, items: list[Mapping[str, Any]]) -> None:
-        self._post(partial(self._take_events, items))
-
-    def _take_events(self, items: list[Mapping[str, Any]]) -> None:
-        for stored, removed in self.events.translate(items):
-            self._flush()  # in order, and removals of a frame count first
+    def _take_events(self, steps: Steps) -> None:
+        for stored, removed in steps:
+            self._flush()  # one output a step: within one, removals count first
             out = self._output()
             out.stored, out.removed = stored, removed
-        counts = self.events.counts
-        self.counters.event_gaps = counts["gaps"] + counts["malformed"]
 
-    def _got_stats(self, items: list[Mapping[str, Any]]) -> None:
-        """On the poller's thread: a row that is none is its error, not the engine's end."""
-        reading = self._stats.read(items)
-        if reading is not None:
-            self._post(partial(self._take_reading, reading))
-
-    def _take_reading(self, reading: Reading) -> None:
-        before, self._reading = self._reading, reading
-        counters, totals = self.counters, self._stats.totals
-        counters.steps = totals.iterations
-        counters.prefill_seconds, counters.decode_seconds = totals.prefill_seconds, totals.decode_seconds
-        counters.poll_errors = sum(poller.errors for poller in self._pollers)
-        if before is None or reading.iteration != before.iteration:
-            self._step += 1
-            self._output()
+    def _iterated(self) -> None:
+        self._step += 1
+        self._output()
 
     def _snapshot(self, callback: Callable[[list[StoredRun]], None]) -> None:
         self._flush()
         callback(self.events.chains())
 
     # ------------------------------------------------------------ output
-
-    @property
-    def _runnable(self) -> bool:
-        """The engine has something to compute, as far as its user knows."""
-        return any(live.stage is Stage.COMPUTING for live in self._live.values())
 
     def _output(self) -> StepOutput:
         """What goes out at the end of this turn of the loop."""
@@ -474,22 +434,8 @@ class TrtllmEngine:
         self._on_step(out)
 
     def _load(self) -> Load:
-        reading = self._reading
-        waiting = [live for live in self._live.values() if live.computes_prompt]
-        own_waiting_tokens = sum(len(live.work.tokens) for live in waiting)
-        told = None if reading is None else reading.queued_prompt_tokens
-        moving = sum(live.stage is not Stage.COMPUTING for live in self._live.values())
-        batch = self._n_drawn if reading is None else max(self._n_drawn, reading.prompt_tokens or 0)
-        return Load(
-            step=self._step,
-            running=len(self._live) - len(waiting) - moving,
-            waiting=len(waiting) + moving,
-            waiting_tokens=own_waiting_tokens if told is None else max(told, own_waiting_tokens),
-            batch_tokens=batch,
-            step_ms=0.0 if reading is None else reading.step_ms,
-            runnable=self._runnable,
-            blocks=self.block_states(),
-        )
+        polled, lives = self._polled, self._live.values()
+        return load_of(lives, polled.reading, polled.blocks(), step=self._step, n_drawn=self._n_drawn)
 
 
 def _ignore(output: StepOutput) -> None:

@@ -37,8 +37,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_State)
 
 
-def pack_state(api: Api, params: Any) -> bytes:
-    """Of the DisaggregatedParams of a context_only result. Raises StateError."""
+def pack_state(api: Api, output: Any) -> bytes:
+    """Of the RequestOutput of a context_only request that is done. Raises StateError."""
+    params = output.outputs[0].disaggregated_params or getattr(output, "disaggregated_params", None)
+    if params is None:
+        raise StateError("the engine handed nothing over")
     fields = {
         name: value
         for name in api.disaggregated_fields - _STAYS

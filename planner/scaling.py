@@ -1,0 +1,81 @@
+"""From replica counts to what the planner sees, and from its decision to orders. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from planner.observation import PoolSeen, VariantDecision
+
+__all__ = ["Connector", "LentWorker", "PoolWorker", "ReplicaCounts", "flips", "pool_seen"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCounts:
+    """One Serve deployment."""
+
+    target: int
+    running: int
+    starting: int
+    stopping: int
+
+
+class Connector(Protocol):
+    """See planner.connector; both raise Unavailable."""
+
+    async def counts(self) -> Mapping[str, ReplicaCounts]: ...
+
+    async def scale(self, deployment: str, replicas: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PoolWorker:
+    """A linked worker. `role`: what it plays; `ordered`: what it was told to play, None: its pool's."""
+
+    ident: str
+    pool: str
+    role: str
+    draining: bool
+    requests: int
+    ordered: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LentWorker:
+    """An order: `worker` is to play `role`; None: its own pool's again."""
+
+    worker: str
+    role: str | None
+
+
+def pool_seen(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> PoolSeen:
+    """`workers`: all that are linked, of both pools.
+
+    One that was told to play the other role counts as lent at once; one that an operator drains is leaving.
+    """
+    mine = [worker for worker in workers if worker.pool == pool]
+    lent = [w for w in mine if w.ordered is not None or w.role != w.pool]
+    leaving = [w for w in mine if w.draining and w not in lent]
+    ready = len(mine) - len(lent) - len(leaving)
+    # A replica that Serve stops drains too: it is in both lists, once.
+    draining = max(len(leaving), counts.stopping)
+    starting = max(counts.target - len(lent) - ready, 0)
+    return PoolSeen(ready=ready, lent=len(lent), starting=starting, draining=draining)
+
+
+def flips(decision: VariantDecision, workers: list[PoolWorker]) -> list[LentWorker]:
+    """The orders that bring about `decision.lent`: as few as can be, of workers with the least to move."""
+    orders: list[LentWorker] = []
+    for pool, other, wanted in (
+        ("decode", "prefill", max(decision.lent, 0)),
+        ("prefill", "decode", max(-decision.lent, 0)),
+    ):
+        mine = [worker for worker in workers if worker.pool == pool]
+        lent = [worker for worker in mine if worker.ordered == other]
+        back = sorted(lent, key=lambda w: (w.requests, w.ident))[: max(len(lent) - wanted, 0)]
+        orders += [LentWorker(worker.ident, None) for worker in back]
+        free = [worker for worker in mine if worker.ordered is None and not worker.draining]
+        more = sorted(free, key=lambda w: (w.requests, w.ident))[: max(wanted - len(lent), 0)]
+        orders += [LentWorker(worker.ident, other) for worker in more]
+    return orders

@@ -1,0 +1,68 @@
+"""What the planner must know of one variant's requests, as this frontend sees them at admission."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvrouter.perf_model import LinearModel, WorkerModels
+from serving.run import Run, Stage
+from serving.wire import ArrivalRow, Fitted, FrontendReport
+
+MOST_ROWS = 1 << 16  # between two reports; Control was away then, and knows that it was
+
+
+class Demand:
+    """Rows since the last report. `report` takes them away."""
+
+    def __init__(self) -> None:
+        self._arrivals: list[tuple[float, int, int, str | None]] = []
+        self._outputs: list[tuple[int, int]] = []
+
+    def arrived(
+        self, prompt_tokens: int, uncached_tokens: int, slo_class: str | None, now_s: float
+    ) -> None:
+        """A request came, admitted or not. `uncached_tokens`: as the router believes."""
+        if len(self._arrivals) < MOST_ROWS:
+            self._arrivals.append((now_s, prompt_tokens, uncached_tokens, slo_class))
+
+    def finished(self, prompt_tokens: int, output_tokens: int) -> None:
+        if len(self._outputs) < MOST_ROWS:
+            self._outputs.append((prompt_tokens, output_tokens))
+
+    def report(
+        self, model: str, variant: str, live: Iterable[Run], workers: Iterable[WorkerModels], now_s: float
+    ) -> FrontendReport:
+        arrivals, self._arrivals = self._arrivals, []
+        outputs, self._outputs = self._outputs, []
+        waiting = [run.started_s for run in live if not run.sent]
+        return FrontendReport(
+            model=model,
+            variant=variant,
+            arrivals=[
+                ArrivalRow(max(now_s - at_s, 0.0) * 1e3, prompt, uncached, slo_class)
+                for at_s, prompt, uncached, slo_class in arrivals
+            ],
+            outputs=outputs,
+            queued=len(waiting),
+            queue_age_ms=max((now_s - min(waiting)) * 1e3, 0.0) if waiting else 0.0,
+            decoding=sum(run.stage is Stage.DECODE for run in live),
+            fitted=fitted(list(workers)),
+        )
+
+
+def fitted(workers: list[WorkerModels]) -> Fitted | None:
+    """The models with the most evidence; None before any worker has shown both its times."""
+    if not workers:
+        return None
+    prefill = max((models.prefill.linear for models in workers), key=_evidence)
+    step = max((models.step.linear for models in workers), key=_evidence)
+    samples = min(prefill.evidence, step.evidence)
+    if not samples:
+        return None
+    a, b, c = prefill.coefficients
+    d, e, f = step.coefficients
+    return Fitted((a, b, c), (d, e, f), prefill.typical_error, step.typical_error, samples)
+
+
+def _evidence(linear: LinearModel) -> int:
+    return linear.evidence

@@ -1,0 +1,90 @@
+"""What all frontends reported, per variant, as the planner's observers want it. Runs where Control does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from planner.observation import Arrival, FittedTimes, PoolSeen, VariantSeen
+from planner.observe import Observer
+from serving.wire import FrontendReport
+
+FRESH_S = 3.0  # a frontend that said nothing for longer is away
+
+Key = tuple[str, str]  # model, variant
+
+
+@dataclass(slots=True)
+class _Said:
+    report: FrontendReport
+    at_s: float
+
+
+class DemandBook:
+    def __init__(
+        self,
+        variants: Iterable[Key],
+        times: Mapping[Key, FittedTimes],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._observers = {key: Observer(times.get(key)) for key in variants}
+        self._said: dict[tuple[str, Key], _Said] = {}  # (frontend, variant) -> its last report
+        self._clock = clock
+
+    def reported(self, frontend: str, report: FrontendReport) -> None:
+        key = (report.model, report.variant)
+        observer = self._observers.get(key)
+        if observer is None:
+            return  # of another configuration
+        now = self._clock()
+        self._said[frontend, key] = _Said(report, now)
+        observer.reported(now)
+        for row in report.arrivals:
+            observer.arrived(
+                Arrival(now - row.age_ms / 1e3, row.prompt_tokens, row.uncached_tokens, row.slo_class)
+            )
+        for prompt, output in report.outputs:
+            observer.finished(prompt, output)
+
+    def in_flight(self) -> int | None:
+        """Requests that all frontends hold; None while none of them says so."""
+        said = self._fresh(self._clock())
+        return sum(r.queued + r.decoding for r in said) if said else None
+
+    def observe(
+        self,
+        key: Key,
+        pools: Mapping[str, PoolSeen],
+        now_s: float,
+        *,
+        kv_tokens: int | None,
+        max_batch: int | None,
+    ) -> VariantSeen:
+        """Closes the window that began with the last call."""
+        observer = self._observers[key]
+        said = self._fresh(now_s, key)
+        fitted = max(
+            (r.fitted for r in said if r.fitted is not None), key=lambda f: f.samples, default=None
+        )
+        if fitted is not None:
+            observer.times = FittedTimes(
+                prefill=fitted.prefill,
+                step=fitted.step,
+                prefill_spread=fitted.prefill_spread,
+                step_spread=fitted.step_spread,
+                samples=fitted.samples,
+            )
+        return observer.observe(
+            now_s,
+            pools,
+            queue_age_s=max(r.queue_age_ms for r in said) / 1e3 if said else None,
+            queued=sum(r.queued for r in said) if said else None,
+            decoding=sum(r.decoding for r in said) if said else None,
+            kv_tokens=kv_tokens,
+            max_batch=max_batch,
+        )
+
+    def _fresh(self, now_s: float, key: Key | None = None) -> list[FrontendReport]:
+        self._said = {at: said for at, said in self._said.items() if now_s - said.at_s < FRESH_S}
+        return [said.report for (_, of), said in self._said.items() if key is None or of == key]

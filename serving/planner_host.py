@@ -1,0 +1,325 @@
+"""The planner at work: collects what frontends and workers report, decides every few seconds, acts.
+
+Lives beside Control, without Ray: replica counts go through a Connector, loans through Control's orders.
+Every tick sets what the last decision wants once more, so a redeploy that put other counts back, or a call
+that failed, is mended by the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from planner.decide import decide
+from planner.observation import (
+    Decision,
+    FittedTimes,
+    Observation,
+    PoolSeen,
+    VariantDecision,
+    VariantSeen,
+    to_json,
+)
+from planner.scaling import Connector, PoolWorker, ReplicaCounts, flips, pool_seen
+from planner.settings import Settings
+from planner.state import State
+from serving.config import AppConfig
+from serving.control_host import ControlHost
+from serving.demand_book import DemandBook
+from serving.deployment_name import FRONTEND, deployment_name
+from serving.errors import ConfigError, NotFound, Unavailable
+from serving.live_settings import LivePlanner
+from serving.planner_metrics import PlannerMetrics
+from serving.planner_settings import budget_of, planner_settings
+
+log = logging.getLogger("kvrelay.planner")
+
+HISTORY = 720  # ticks that GET /planner shows
+LONGEST_BACK_OFF_S = 60.0
+STARTS_KEPT = 8  # start-ups that were seen; the slowest of them is expected
+
+Key = tuple[str, str]  # model, variant
+
+
+class PlannerHost:
+    """`start` and `stop` are a pair. `times`: profiles, by variant."""
+
+    def __init__(
+        self,
+        *,
+        control: ControlHost,
+        config: AppConfig,
+        connector: Connector,
+        times: Mapping[Key, FittedTimes] | None = None,
+        clock: Callable[[], float] = time.time,  # days matter to the forecast
+    ) -> None:
+        self._control = control
+        self._config = config
+        self._connector = connector
+        self._clock = clock
+        self._times = dict(times or {})
+        self._variants = [(m.name, v.name) for m in config.models for v in m.variants]
+        self.key_of = {"/".join(key): key for key in self._variants}
+        self.book = DemandBook(self._variants, self._times)
+        self._state = State()
+        self._decision: Decision | None = None
+        self._observation: Observation | None = None
+        self._counts: Mapping[str, ReplicaCounts] = {}
+        self._trouble: str | None = None
+        self._back_off_s = 0.0
+        self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
+        self._ordered: dict[tuple[Key, str], tuple[float, int]] = {}  # pool -> (when, ready then)
+        self._startups: dict[Key, deque[float]] = {key: deque(maxlen=STARTS_KEPT) for key in self._variants}
+        self._task: asyncio.Task[None] | None = None
+        self._metrics = PlannerMetrics(control.registry, self)
+        control.on_demand = self.book.reported
+        control.admin.add("planner", lambda arguments: self.told())
+        control.admin.add("change_planner", self._change)
+
+    async def start(self) -> None:
+        for model, variant in self._variants:
+            if (model, variant) not in self._times and self.mode != "off":
+                log.warning(
+                    "%s/%s has no profile (python -m planner.profile makes one): "
+                    "the planner holds until it has learnt from requests how long they take", model, variant
+                )  # fmt: skip
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    # ------------------------------------------------------------ settings
+
+    @property
+    def live(self) -> LivePlanner:
+        return self._control.live.planner
+
+    @property
+    def mode(self) -> str:
+        return self.live.mode or self._config.planner.mode
+
+    def settings(self) -> Settings:
+        """As configured, with the live changes. Raises ConfigError when they contradict each other."""
+        starts = {key: max(seen) for key, seen in self._startups.items() if seen}
+        return planner_settings(self._config, self.live, starts)
+
+    def _change(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Merge into the live settings; `targets` by model. All or nothing."""
+        now = self._control.settings["planner"]
+        targets = dict(now["targets"])
+        for model, changes in dict(arguments.get("targets") or {}).items():
+            if model not in {name for name, _ in self._variants}:
+                raise NotFound(f"targets: there is no model {model!r}")
+            targets[model] = {**targets.get(model, {}), **changes}
+        changed = {**now, **arguments, "targets": targets}
+        self._control.change_settings({"planner": changed}, check=self._check)
+        return self.told()
+
+    def _check(self, planner: LivePlanner) -> None:
+        planner_settings(self._config, planner, {})
+
+    # ------------------------------------------------------------ ticks
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.planner.interval_s + self._back_off_s)
+            try:
+                await self.tick()
+            except Exception:
+                self._metrics.failures.inc()
+                log.exception("a tick failed")
+
+    async def tick(self) -> None:
+        """One look, one decision and, in mode act, what follows from it."""
+        if self.mode == "off":
+            return
+        try:
+            counts = self._counts = await self._connector.counts()
+            began_s = time.perf_counter()
+            now = self._clock()
+            observation = self._observation = self._observe(counts, now)
+            decision, self._state = decide(observation, self._state, self.settings(), now)
+            self._metrics.tick.observe(time.perf_counter() - began_s)
+            self._note(observation, decision, now)
+            if self.mode == "act":
+                await self._act(decision, counts)
+        except (Unavailable, ConfigError) as error:
+            self._hold(error.message)
+        else:
+            if self._trouble is not None:
+                log.info("goes on")
+            self._trouble, self._back_off_s = None, 0.0
+
+    def _hold(self, why: str) -> None:
+        """Leave everything as it is, and ask less often while it lasts."""
+        self._metrics.failures.inc()
+        if why != self._trouble:
+            log.warning("holds: %s", why)
+        self._trouble = why
+        self._back_off_s = min(max(self._back_off_s * 2, 1.0), LONGEST_BACK_OFF_S)
+
+    def _observe(self, counts: Mapping[str, ReplicaCounts], now: float) -> Observation:
+        variants: dict[str, VariantSeen] = {}
+        for key in self._variants:
+            pools: dict[str, PoolSeen] = {}
+            workers = self.workers(key)
+            for pool in ("prefill", "decode"):
+                there = counts.get(deployment_name(*key, pool))
+                if there is not None:
+                    pools[pool] = pool_seen(pool, there, workers)
+                    self._see_starts(key, pool, pools[pool], now)
+            engine = self._engine(key)
+            kv_blocks = [
+                w.report.total_blocks for w in self._control.workers.values() if w.report is not None
+            ]
+            variants["/".join(key)] = self.book.observe(
+                key,
+                pools,
+                now,
+                kv_tokens=min(kv_blocks) * engine.block_tokens if kv_blocks else None,
+                max_batch=engine.max_batch,
+            )
+        frontends = counts.get(FRONTEND)
+        return Observation(
+            variants, frontends.running if frontends is not None else None, self.book.in_flight()
+        )
+
+    def workers(self, key: Key) -> list[PoolWorker]:
+        """The linked workers of a variant."""
+        model, variant = key
+        orders = self._control.orders
+        return [
+            PoolWorker(
+                ident=ident,
+                pool=worker.labels["pool"],
+                role=worker.report.role,
+                draining=worker.report.draining or ident in orders.draining,
+                requests=worker.report.attempts,
+                ordered=orders.roles.get(ident),
+            )
+            for ident, worker in self._control.workers.items()
+            if worker.report is not None
+            and (worker.labels.get("model"), worker.labels.get("variant")) == (model, variant)
+        ]
+
+    def _engine(self, key: Key) -> Any:
+        models = {m.name: m for m in self._config.models}
+        return next(v for v in models[key[0]].variants if v.name == key[1]).engine
+
+    def _see_starts(self, key: Key, pool: str, seen: PoolSeen, now: float) -> None:
+        """How long a start took: from the order to one more worker that is ready."""
+        at = (key, pool)
+        ready = seen.ready + seen.lent
+        ordered = self._ordered.get(at)
+        if ordered is not None and ready > ordered[1]:
+            self._startups[key].append(now - ordered[0])
+            del self._ordered[at]
+
+    # ------------------------------------------------------------ acting
+
+    async def _act(self, decision: Decision, counts: Mapping[str, ReplicaCounts]) -> None:
+        """Down before up, so that the budget holds at every moment; loans beside."""
+        changes: list[tuple[int, str, int, tuple[Key, str]]] = []
+        for key in self._variants:
+            wanted = decision.variants.get("/".join(key))
+            if wanted is None:
+                continue
+            for order in flips(wanted, self.workers(key)):
+                if order.role is None:
+                    self._control.orders.call_back(order.worker)
+                else:
+                    self._control.orders.lend(order.worker, order.role)
+                self._metrics.flips.inc()
+                self._say("flip", key, worker=order.worker, role=order.role or "its own", why=wanted.reason)
+            for pool, replicas in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+                name = deployment_name(*key, pool)
+                there = counts.get(name)
+                if there is not None and there.target != replicas:
+                    changes.append((replicas - there.target, name, replicas, (key, pool)))
+        frontends = counts.get(FRONTEND)
+        if frontends is not None and decision.frontends not in (None, frontends.target):
+            assert decision.frontends is not None
+            await self._connector.scale(FRONTEND, decision.frontends)
+        for change, name, replicas, (key, pool) in sorted(changes):
+            await self._connector.scale(name, replicas)
+            self._metrics.scalings.inc(labels=("up" if change > 0 else "down",))
+            if change > 0:
+                self._ordered.setdefault((key, pool), (self._clock(), counts[name].running))
+            reason = decision.variants["/".join(key)].reason
+            self._say("scale", key, pool=pool, change=change, replicas=replicas, why=reason)
+
+    # ------------------------------------------------------------ telling
+
+    def _note(self, observation: Observation, decision: Decision, now: float) -> None:
+        line: dict[str, Any] = {"at_s": round(now, 3), "mode": self.mode, "variants": {}}
+        before = self._decision.variants if self._decision is not None else {}
+        for name, wanted in decision.variants.items():
+            seen = observation.variants[name]
+            line["variants"][name] = {
+                "arrivals": seen.arrivals,
+                "queued": seen.queued,
+                "decoding": seen.decoding,
+                "pools": to_json(seen.pools),
+                **to_json(wanted),
+            }
+            self._metrics.decided(name, wanted)
+            if not _same(before.get(name), wanted):
+                self._say("decision", self.key_of[name], **line["variants"][name])
+            reachable = wanted.reachable
+            if reachable is not None and reachable != getattr(before.get(name), "reachable", None):
+                log.warning("%s: targets that no number of workers can meet: %s", name, reachable)
+        self._decision = decision
+        self._history.append(line)
+
+    def _say(self, what: str, key: Key, **fields: Any) -> None:
+        """One JSON line, with its reason."""
+        log.info(what, extra={"fields": {"model": key[0], "variant": key[1], **fields}})
+
+    @property
+    def decision(self) -> Decision | None:
+        return self._decision
+
+    @property
+    def counts(self) -> Mapping[str, ReplicaCounts]:
+        return self._counts
+
+    @property
+    def variants(self) -> list[Key]:
+        return self._variants
+
+    def told(self) -> dict[str, Any]:
+        """What GET /planner shows."""
+        seen = self._observation
+        shown = None
+        if seen is not None:
+            small = {
+                name: replace(variant, recent=(), outputs=()) for name, variant in seen.variants.items()
+            }
+            shown = to_json(replace(seen, variants=small))
+        return {
+            "mode": self.mode,
+            "trouble": self._trouble,
+            "budget": budget_of(self._config, self.live),
+            "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
+            "observation": shown,
+            "decision": to_json(self._decision),
+            "reason": self._decision.reason if self._decision is not None else None,
+            "history": list(self._history),
+        }
+
+
+def _same(before: VariantDecision | None, wanted: VariantDecision) -> bool:
+    return before is not None and (before.prefill, before.decode, before.lent) == (
+        wanted.prefill,
+        wanted.decode,
+        wanted.lent,
+    )
