@@ -2,9 +2,9 @@
 
     python -m benchmarks.faults [--json] [--only NAME[,NAME]] [--list]
 
-24 live streams of 250 tokens, one every 20 ms, from `sim` workers with real NIXL: two prefill,
-three decode, two frontends. Then one fault at a time. Every token is compared by position with the answer of an engine
-that nothing happens to. Per fault:
+24 live streams of 250 tokens, one every 20 ms, from `sim` workers with real NIXL (two prefill, three
+decode) and two frontends; then one fault at a time. Every token is compared by position with the answer of
+an engine that nothing happens to. Per fault:
 
     streams, completed   asked for, and ended whole
     lost, repeated       tokens, over all streams
@@ -50,6 +50,7 @@ ZERO = (
     "leaked_blocks",
     "left_in_flight",
     "content_errors",
+    "replaced_replicas",
 )
 COLUMNS = (
     "streams",

@@ -61,6 +61,7 @@ class Report:
     moves: int = 0
     moved_tokens: int = 0
     move_ms: float = 0.0
+    queue: list[tuple[int, int, int]] | None = None
 
 
 @dataclass(slots=True)
@@ -155,6 +156,18 @@ class PrefillQueue:
         jobs = [entry[2] for entry in self._waiting] + [job for job, _ in self._running]
         known = [job for job in jobs if job.submitted_s <= self._known_until_s]
         return len(known), int(sum(job.left_tokens for job in known))
+
+    def queue(self, now_s: float) -> list[tuple[int, int, int]]:
+        """The same prompts one by one (kvrouter.router.LoadLike)."""
+        jobs = [entry[2] for entry in self._waiting] + [job for job, _ in self._running]
+        return sorted(
+            (
+                (job.attempt, int(job.left_tokens), round((job.due_s - now_s) * 1e3))
+                for job in jobs
+                if job.submitted_s <= self._known_until_s
+            ),
+            key=lambda prompt: prompt[2],
+        )
 
     def _next(self, now_s: float) -> float | None:
         """Begin a slice; when it will be done, None without any work."""

@@ -208,7 +208,9 @@ class Replay:
         waiting, tokens = queue.load()
         running = 0 if self._setup.separate else len(self._decodes[name])
         blocks = self._setup.blocks
-        report = Report(running, waiting, tokens, blocks, blocks, queue.slice_ms)
+        report = Report(
+            running, waiting, tokens, blocks, blocks, queue.slice_ms, queue=queue.queue(now_s)
+        )
         for router in self._routers:
             router.on_load(name, report, now_s)
 

@@ -1,7 +1,8 @@
 """The prompts one worker has still to compute, in its own order; time works them off. Pure.
 
-Holds what is known by name (the router's own bookings) and lumps what only the worker's reports tell of:
-work that other frontends sent. Times are predictions in milliseconds; `now_s` never goes back.
+Holds what is known by name (the router's own bookings) and what only the worker's reports tell of, work
+that other frontends sent: each prompt where the report says when it is due, else a lump. Times are
+predictions in milliseconds; `now_s` never goes back.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class _Prompt:
     number: int  # of arrival, for ties
     left_ms: float
     limit_s: float = inf  # when it should be done, whatever the order
+    ours: bool = True
 
     def __lt__(self, other: _Prompt) -> bool:
         return (self.due_s, self.number) < (other.due_s, other.number)
@@ -40,6 +42,7 @@ class Backlog:
         self._queue: list[_Prompt] = []  # by due_s; those worked off have left_ms 0
         self._by_attempt: dict[int, _Prompt] = {}
         self._others_ms = 0.0
+        self._n_others = 0  # in the queue
         self._worked_off_s = 0.0  # until when time has been taken into account
         self._arrivals = 0
 
@@ -71,10 +74,18 @@ class Backlog:
         if prompt is not None:
             self._queue.remove(prompt)
 
-    def set_others(self, work_ms: float, now_s: float) -> None:
-        """What a load report says beyond our own prompts."""
+    def set_others(
+        self, work_ms: float, now_s: float, prompts: Iterable[tuple[float, float]] = ()
+    ) -> None:
+        """What a load report says beyond our own prompts: `prompts` as (due_s, left_ms), and a lump."""
         self._work_off(now_s)
         self._others_ms = work_ms
+        if self._n_others:
+            self._queue = [prompt for prompt in self._queue if prompt.ours]
+        others = [_Prompt(due_s, 0, left_ms, ours=False) for due_s, left_ms in prompts]
+        self._n_others = len(others)
+        if others:
+            self._queue = sorted(self._queue + others)
 
     def cap_own(self, most_ms: float, except_attempts: set[int], now_s: float) -> None:
         """The worker says less is left than we thought: shorten our prompts, the first ones first.
@@ -83,7 +94,7 @@ class Backlog:
         """
         self._work_off(now_s)
         new = {id(self._by_attempt[a]) for a in except_attempts if a in self._by_attempt}
-        known = [p for p in self._queue if id(p) not in new]
+        known = [p for p in self._queue if p.ours and id(p) not in new]
         surplus = sum(p.left_ms for p in known) - most_ms
         for prompt in known:
             if surplus <= 0:
@@ -102,7 +113,7 @@ class Backlog:
     def ahead_ms(self, due_s: float, now_s: float) -> float:
         """What is computed before a prompt that is due at `due_s` and arrives now.
 
-        Where others' work stands in the order is not known: it counts as ahead.
+        Where a lump of others' stands in the order is not known: it counts as ahead.
         """
         if not self._queue and not self._others_ms:
             return 0.0
@@ -114,9 +125,12 @@ class Backlog:
             ahead += prompt.left_ms
         return ahead
 
-    def slack(self, due_s: float, now_s: float, margin_ms: float = 0.0) -> Slack:
-        """Of our prompts that one due at `due_s` would make wait, until they are within `margin_ms` of their
-        limits. Those that are late already do not count: to spare them would help nobody."""
+    def slack(
+        self, due_s: float, now_s: float, margin_ms: float = 0.0, others_due_to_limit_ms: float = inf
+    ) -> Slack:
+        """Of the prompts that one due at `due_s` would make wait, until they are within `margin_ms` of their
+        limits. Those that are late already do not count: to spare them would help nobody. Others' limits are
+        taken to be so long after they are due (below 0: before)."""
         if not self._queue:
             return Slack(inf)
         self._work_off(now_s)
@@ -125,7 +139,8 @@ class Backlog:
             done_ms += prompt.left_ms
             if prompt.due_s <= due_s or prompt.left_ms <= 0:
                 continue
-            slack_ms = (prompt.limit_s - now_s) * 1e3 - done_ms
+            limit_s = prompt.limit_s if prompt.ours else prompt.due_s + others_due_to_limit_ms / 1e3
+            slack_ms = (limit_s - now_s) * 1e3 - done_ms
             if 0 <= slack_ms < least + margin_ms:
                 least, clears_ms = max(slack_ms - margin_ms, 0.0), min(done_ms, (prompt.due_s - due_s) * 1e3)
         return Slack(least, clears_ms)
@@ -137,7 +152,7 @@ class Backlog:
         return sum(p.left_ms for p in prompts if due_s is None or p.due_s <= due_s)
 
     def behind(self, due_s: float, now_s: float) -> int:
-        """How many of our prompts, not done yet, a prompt due at `due_s` makes wait."""
+        """How many prompts, not done yet and not in a lump, a prompt due at `due_s` makes wait."""
         if not self._queue:
             return 0
         self._work_off(now_s)

@@ -165,6 +165,9 @@ class WorkerLoad:
         self._learn_step(report)
         if report.moves:  # as a sum: the model is linear
             self.models.move.linear.observe((report.moves, report.moved_tokens), report.move_ms)
+        if report.queue is not None:
+            self._report_queue(report.queue, report.waiting_tokens, arrived_s, now_s)
+            return
         own = self._computing.values()
         # At most: part of them may be computed.
         others = max(0, report.waiting_tokens - sum(b.counted_tokens for b in own))
@@ -176,6 +179,34 @@ class WorkerLoad:
             tokens = sum(b.uncached_tokens for b in old)
             left = min(report.waiting_tokens / tokens, 1.0) if tokens else 0.0
             self._backlog.cap_own(left * sum(b.prefill_ms for b in old), new, now_s)
+        if self._others_tokens:
+            self._period.disturbed = True
+
+    def _report_queue(
+        self, queue: list[tuple[int, int, int]], waiting_tokens: int, arrived_s: float, now_s: float
+    ) -> None:
+        """The worker names its prompts: ours are known better now, the others' take their places."""
+        prefill = self.models.prefill
+        named: set[int] = set()
+        others: list[tuple[float, float]] = []
+        others_tokens = 0
+        for attempt, tokens, due_ms in queue:
+            named.add(attempt)
+            booking = self._computing.get(attempt)
+            if booking is not None:
+                # It cannot know yet what will be cached when it is this prompt's turn.
+                tokens = min(tokens, booking.uncached_tokens)
+                self._backlog.correct(attempt, prefill.ms(tokens, booking.prompt_tokens), now_s)
+            elif attempt not in self.bookings:
+                others.append((now_s + due_ms / 1e3, tokens * prefill.ms_per_token))
+                others_tokens += tokens
+        lump = max(waiting_tokens - sum(tokens for _, tokens, _ in queue), 0)
+        if not lump:
+            for booking in self._computing.values():
+                if booking.attempt not in named and booking.booked_s <= arrived_s - self._step_s:
+                    self._backlog.correct(booking.attempt, 0.0, now_s)
+        self._others_tokens = others_tokens + lump
+        self._backlog.set_others(lump * prefill.ms_per_token, now_s, others)
         if self._others_tokens:
             self._period.disturbed = True
 
@@ -207,9 +238,9 @@ class WorkerLoad:
         """Own prompts that one due then would delay."""
         return self._backlog.behind(due_s, now_s)
 
-    def slack(self, due_s: float, now_s: float, margin_ms: float = 0.0) -> Slack:
+    def slack(self, due_s: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float) -> Slack:
         """See Backlog."""
-        return self._backlog.slack(due_s, now_s, margin_ms)
+        return self._backlog.slack(due_s, now_s, margin_ms, others_due_to_limit_ms)
 
     @property
     def computing_ms(self) -> list[float]:

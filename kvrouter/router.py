@@ -29,6 +29,8 @@ class LoadLike(Protocol):
     moves: int  # reads of KV from peers since the report before
     moved_tokens: int
     move_ms: float  # summed
+    # Prompts to compute, soonest due first: attempt, tokens left, due in so many ms; None: it does not tell.
+    queue: list[tuple[int, int, int]] | None
 
 
 @dataclass(slots=True)

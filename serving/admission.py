@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import exp, inf, log
 
+from kvrouter.deadline import SLACK_MS
 from kvrouter.load import WorkerLoad
 from kvrouter.router import Choice
 from serving.config import AdmissionConfig, Slo
@@ -157,7 +158,9 @@ class Admission:
             if wait_ms > 0 and too_long_ms > 0:
                 lacks.append(_Lack("ttft", too_long_ms / 1e3))
             else:
-                slack = load.slack(load.due_s(own_ms, now_s), now_s, MARGIN)
+                slack = load.slack(
+                    load.due_s(own_ms, now_s), now_s, MARGIN, self._slo.ttft_ms - SLACK_MS
+                )
                 if slack.ms < own_ms:
                     lacks.append(_Lack("ttft", slack.clears_ms / 1e3))
         if ask.max_tokens > 1:

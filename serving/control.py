@@ -8,11 +8,13 @@ import msgspec
 from ray import serve
 from ray.experimental import internal_kv
 
+from planner.connector import ServeConnector
 from serving.config import load_config
 from serving.control_host import ControlHost
 from serving.errors import ConfigError
 from serving.link_key import link_key
 from serving.live_settings import LiveSettings, parse_settings
+from serving.planner_host import PlannerHost
 from serving.replica import (
     FOUND_BY_MEMBERS,
     application_name,
@@ -53,6 +55,10 @@ class Control:
         )
         self._host.orders.restore(_stored(self._orders_key))
         self._address = await self._host.start(link_host(config.link))
+        self._planner = PlannerHost(
+            control=self._host, config=config, connector=ServeConnector(application_name())
+        )
+        await self._planner.start()
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         return {"address": self._address, "epoch": self._me.epoch}
@@ -67,6 +73,7 @@ class Control:
         return [msgspec.to_builtins(member) for member in self._host.members]
 
     async def __del__(self) -> None:
+        await self._planner.stop()
         await self._host.stop()
 
     def _stored_settings(self) -> LiveSettings | None:

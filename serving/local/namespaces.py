@@ -223,6 +223,8 @@ class NamespaceCluster:
 
     def _launch(self, name: str) -> None:
         directory, node = self.directory / name, self.nodes[name]
+        if name in self._started:
+            self._started.pop(name).wait()  # nothing runs there any more
         (directory / "tmp").mkdir(parents=True, exist_ok=True)
         # A dead node's session is of no use, and its name may come again.
         shutil.rmtree(directory / "ray", ignore_errors=True)
@@ -365,7 +367,7 @@ class NamespaceCluster:
         self.network.slow(node, rate)
 
     def delay(self, node: str, ms: float = 50) -> None:
-        """Every frame from and to the node comes `ms` later; what is on its way meanwhile is lost."""
+        """Every frame from and to the node comes `ms` later."""
         self.network.delay(node, ms)
 
     def heal(self, node: str) -> None:

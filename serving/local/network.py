@@ -192,22 +192,27 @@ class VirtualNetwork:
         """Hold every frame from and to `host` for `ms` in each direction: round trips take twice that.
 
         A process between the host and the bridge does it (serving/local/delay.py); it ends with `heal`.
+        Nothing is lost as it comes and goes: for a moment the bridge has both ways to the host.
         """
         self._undelay(host)
         inner, outer = self.port(host), self._delayed(host)
         held = f"kvr{self.number}r{host}"
         _run("ip", "link", "add", outer, "type", "veth", "peer", held)
         _run("ip", "link", "set", held, "addrgenmode", "none", "arp", "off", "up")
+        _run("ip", "link", "set", outer, "alias", f"{ms / 1e3:g}")  # for `_undelay`
         # Returns once it holds both devices.
         _run(sys.executable, "-m", "serving.local.delay", inner, held, f"{ms / 1e3:g}")
+        self._plug(outer)
         # The machine itself must not answer on a cable that leads to no bridge.
         _run("ip", "link", "set", inner, "nomaster", "arp", "off")
-        self._plug(outer)
 
     def _undelay(self, host: str) -> None:
-        if _try("ip", "link", "del", self._delayed(host)):
+        outer = Path("/sys/class/net", self._delayed(host))
+        if outer.exists():
             _run("ip", "link", "set", self.port(host), "arp", "on")
             self._plug(self.port(host))
+            time.sleep(float((outer / "ifalias").read_text()))  # what is held comes through
+            _run("ip", "link", "del", outer.name)
 
     def _delayed(self, host: str) -> str:
         return f"kvr{self.number}d{host}"

@@ -134,6 +134,8 @@ class LoadReport(msgspec.Struct, array_like=True):
     moves: U64 = 0
     moved_tokens: U64 = 0
     move_ms: Amount = 0.0  # summed
+    # The first prompts to compute, soonest due first: attempt, tokens left, due in so many ms (since 2).
+    queue: Annotated[list[tuple[U64, U64, int]], FEW] | None = None
 
 
 class Step(Message, tag="step"):

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from serving.engine.base import SamplingParams
 from tests.unit.handoff_fakes import until
@@ -58,19 +59,22 @@ async def test_moved_at_any_position(position: int, lag: int) -> None:
 @pytest.mark.parametrize("nixl", [False, True], ids=["local", "nixl"])
 async def test_goes_on_while_it_is_copied(nixl: bool) -> None:
     """Nobody holds anything back: what is drawn and by whom is up to the machines."""
-    async with Rig(nixl=nixl, step_ms=2) as rig:
+    params = structs.replace(SAMPLED, max_tokens=150)
+    prompts = {attempt: prompt(100 + attempt, salt=attempt) for attempt in range(10, 14)}
+    async with Rig(1, kv_bytes=1 << 18) as rig:
+        unmoved = {attempt: await rig.reference(text, params) for attempt, text in prompts.items()}
+    async with Rig(nixl=nixl, step_ms=5, kv_bytes=1 << 18) as rig:
         source, target = rig.workers
-        attempts = range(10, 18)
-        for attempt in attempts:
-            rig.start(source, attempt, prompt(100 + attempt, salt=attempt))
-        await until(lambda: all(rig.frontend.count(attempt) > 5 for attempt in attempts))
-        for attempt in attempts:
-            rig.move(source, attempt, target, attempt + 100)
-        await rig.ends(*attempts, *(attempt + 100 for attempt in attempts))
-        for attempt in attempts:
+        await rig.connect(source, target)
+        for attempt, text in prompts.items():
+            rig.start(source, attempt, text, params)
+        await until(lambda: all(rig.frontend.count(attempt) > 5 for attempt in prompts))
+        for attempt in prompts:
+            rig.move(source, attempt, target, attempt + 100, params=params)
+        await rig.ends(*prompts, *(attempt + 100 for attempt in prompts))
+        for attempt in prompts:
             assert rig.frontend.outcome(attempt) == "moved"
-            moved = rig.frontend.stream(attempt, attempt + 100)
-            assert moved == await rig.reference(prompt(100 + attempt, salt=attempt))
+            assert rig.frontend.stream(attempt, attempt + 100) == unmoved[attempt]
 
 
 @pytest.mark.parametrize("params", [SAMPLED, GREEDY], ids=["sampled", "greedy"])

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from serving.config import EngineConfig, Parallel, TrtllmConfig
 from serving.engine.base import AttemptId, ChunkReady, Mode, SamplingParams, StepOutput, StoredRun, Work
@@ -17,20 +17,20 @@ from serving.engine.trtllm.engine import TrtllmEngine
 from tests.fake_trtllm.machine import Machine
 from tests.fake_trtllm.package import installed
 
-BLOCK = 8
+BLOCK: Literal[8] = 8
 EOS = 2
 DEADLINE_S = 20.0
 NAMESPACE = 0x1234_5678_9ABC_DEF0
 
 
-def save_model(directory: Path, **fake: Any) -> Path:
+def save_model(directory: Path, *, eos: int = EOS, context: int = 1024, **fake: Any) -> Path:
     """A checkpoint with no weights worth the name. `fake`: what the fake reads (tests/fake_trtllm)."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "model_type": "llama",
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": context,
         "vocab_size": 320,
-        "eos_token_id": EOS,
+        "eos_token_id": eos,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -85,9 +85,7 @@ class Heard:
         """By position; each is told once."""
         found: dict[int, int] = {}
         for output in list(self.outputs):
-            for name, position, token in zip(
-                output.attempts, output.positions, output.tokens, strict=True
-            ):
+            for name, position, token in zip(output.attempts, output.positions, output.tokens, strict=True):
                 if name == attempt:
                     assert position not in found, "told twice"
                     found[position] = token
