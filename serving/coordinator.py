@@ -35,11 +35,12 @@ from serving.moving import MOVED, Mover
 from serving.placement import Placer
 from serving.retry_budget import RetryBudget
 from serving.run import Run, Stage, WorkerEntry
-from serving.wire import Ended, FrontendReport, Step, unpack_u32, unpack_u64
+from serving.wire import STEP, Ended, FrontendReport, Step, unpack_u32, unpack_u64
 
 log = logging.getLogger("kvrelay.coordinator")
 
 MAX_PLACEMENTS = 4  # a request is placed at most this often
+MOST_FAILED_STEPS = 2  # engines that raised over a request: then it is the request
 
 
 class Coordinator:
@@ -146,7 +147,9 @@ class Coordinator:
 
     def _on_ended(self, run: Run, ended: Ended, now: float) -> None:
         if ended.error is not None:
-            self._on_failed(run, ended.attempt, ended.error, ended.retryable, now)
+            run.failed_steps += ended.reason == STEP
+            retryable = ended.retryable and run.failed_steps < MOST_FAILED_STEPS
+            self._on_failed(run, ended.attempt, ended.error, retryable, now)
             return
         attempt = self._placer.release(run, ended.attempt)
         if attempt is not None:

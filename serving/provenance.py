@@ -9,7 +9,7 @@ between fine-tunes of one base; a value changed on purpose between the samples i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ def provenance_of(
     quantization, kv_dtype = _precision(variant, directory)
     state = ask() if on_gpu(variant) else GpuState()
     digest = model_digest(directory)
-    check_requirements(variant.requires, state.devices, quantization, digest, uses_gpu=on_gpu(variant))
+    try:
+        check_requirements(variant.requires, state.devices, quantization, digest)
+    except StartError as error:
+        raise StartError(f"variant {variant.name!r}: {error.message}") from None
     parallel = parallel_of(variant, role)
     return Provenance(
         engine=variant.engine.kind,
@@ -84,16 +87,15 @@ def start_provenance(variant: Variant, role: str) -> Provenance:
 
 
 def check_requirements(
-    requires: Requires, devices: Iterable[Device], quantization: str, digest: str, *, uses_gpu: bool
+    requires: Requires, devices: Sequence[Device], quantization: str, digest: str
 ) -> None:
-    """Raises StartError, one line, for the first that is not met."""
-    found = list(devices)
+    """`devices`: those the worker computes on. Raises StartError, one line, for the first thing not met."""
     if requires.gpu is not None:
-        if not uses_gpu or not found:
+        if not devices:
             raise StartError(f"requires.gpu = {requires.gpu!r}; this worker has no GPU")
-        for device in found:
+        for device in devices:
             if not _is_type(requires.gpu, device):
-                raise StartError(f"requires.gpu = {requires.gpu!r}; this node has {device.name}")
+                raise StartError(f"requires.gpu = {requires.gpu!r}; this worker has: {device.name}")
     if requires.quantization is not None:
         wanted = find_quantization(requires.quantization, "requires.quantization")
         if (wanted.name if wanted else NONE) != quantization:

@@ -62,6 +62,7 @@ class Run:
         "early",
         "ended",
         "failed_on",
+        "failed_steps",
         "final",
         "info",
         "last_s",
@@ -89,6 +90,7 @@ class Run:
         self.info = GenerationInfo()
         self.attempts: dict[int, Attempt] = {}
         self.failed_on: set[str] = set()
+        self.failed_steps = 0  # engines that raised while they computed it
         self.placements = 0
         self.predicted_ttft_s: float | None = None  # by the router, at the last placement
         self.sent: array[int] = array("I")  # generated tokens the sink already has

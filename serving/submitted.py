@@ -35,6 +35,8 @@ def read_submit(submit: Submit, engine: Engine, own_epoch: int) -> Work:
         raise ValueError("a live hand-off, which this engine cannot take over")
     if live is not None and live.epoch == own_epoch:
         raise ValueError("a live hand-off to where it is")
+    if submit.params.guided is not None and not engine.capabilities.guided:
+        raise ValueError("a guided answer, which this engine would not keep to")
     if abs(submit.priority) > MOST_PRIORITY:
         raise ValueError(f"priority {submit.priority}")
     _check_params(submit.params)

@@ -31,6 +31,7 @@ from serving.metrics import Registry
 from serving.outbox import Outbox, Outgoing
 from serving.submitted import read_submit
 from serving.wire import (
+    STEP,
     AnyMessage,
     Attach,
     Beat,
@@ -405,7 +406,8 @@ class WorkerHost:
             self.moves.on_finished(finished.attempt)
             self.reader.on_engine_finished(finished.attempt)
         for failed in output.failed:
-            ended = Ended(failed.attempt, "", failed.message, failed.retryable)
+            reason = STEP if failed.in_step else ""
+            ended = Ended(failed.attempt, reason, failed.message, failed.retryable)
             self._ended(outboxes, failed.attempt, ended)
             self.moves.on_failed(failed.attempt, failed.message)
             self.prefill.on_failed(failed.attempt, failed.message)

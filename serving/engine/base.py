@@ -164,6 +164,7 @@ class Failed:
     attempt: AttemptId
     message: str
     retryable: bool = False  # another worker may well succeed
+    in_step: bool = False  # computing it raised: if that happens elsewhere too, it is the request's fault
 
 
 @dataclass(slots=True)

@@ -32,18 +32,22 @@ from serving.engine.base import (
 )
 from serving.engine.pacing import DecodeGrid
 from serving.engine.scheduler import Scheduler
-from serving.engine.sequence import Runner, Sequence, StepPlan
+from serving.engine.sequence import Drawn, Runner, Sequence, StepPlan
+from serving.engine.step_rescue import rescue
 from serving.kv.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
+
+LOST_STEPS = 3  # that nothing survived, in a row: it is the engine and not what it was asked
 
 
 class EngineCore:
     """`serving.engine.base.Engine` on top of a `Runner`.
 
-    A runner that raises fails every live attempt and the thread goes on (`step_failures` counts,
-    `last_error` tells). An error of the scheduler or of `on_step` ends the thread: `died` is set, live
-    attempts are told if that is still possible, and `submit` raises EngineDied.
+    A step whose runner raises is run again in halves (serving.engine.step_rescue): a request that no step
+    survives fails alone, the others go on (`step_failures` counts, `last_error` tells). Steps that nothing
+    survives, a few in a row, and an error of the scheduler or of `on_step` end the thread: `died` is set,
+    live attempts are told if that is still possible, and `submit` raises EngineDied.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class EngineCore:
         self.died: BaseException | None = None
         self.step_failures = 0
         self.last_error: str | None = None
+        self._lost_steps = 0  # in a row
         self._runner = runner
         self._pool = BlockPool(runner.memory.n_blocks)
         self._scheduler = Scheduler(
@@ -166,7 +171,7 @@ class EngineCore:
             self.died = error
             self.last_error = repr(error)
             with contextlib.suppress(Exception):
-                self._scheduler.fail_all(f"the engine died: {error!r}")
+                self._scheduler.fail_all(f"the engine died: {error!r}", retryable=True)
                 self._emit(self._scheduler.collect())
 
     def _turn(self) -> None:
@@ -206,9 +211,11 @@ class EngineCore:
             log.exception("a step failed")
             self.step_failures += 1
             self.last_error = repr(error)
-            scheduler.fail_all(f"the engine failed this step: {error!r}")
-            self._emit(scheduler.collect())
-            return
+            plan, drawn = self._rescue(plan, error)
+            if not plan.n_tokens:
+                self._emit(scheduler.collect())
+                return
+        self._lost_steps = 0
         if plan.decodes and self._grid is not None:
             self._grid.advance()
         n_decodes = len(plan.decodes)
@@ -221,6 +228,18 @@ class EngineCore:
         counters.decode_seconds += decode_s
         counters.prefill_seconds += step_s - decode_s
         self._emit(scheduler.collect(n_tokens, step_s * 1e3))
+
+    def _rescue(self, plan: StepPlan, error: Exception) -> tuple[StepPlan, Drawn]:
+        """What of a failed step can be computed all the same; the rest has failed. Raises EngineDied."""
+        rescued = rescue(plan, self._runner)
+        if not rescued.plan.n_tokens:
+            self._lost_steps += 1
+            if self._lost_steps >= LOST_STEPS:
+                raise EngineDied(f"{LOST_STEPS} steps in a row failed as a whole: {error!r}") from error
+        for sequence in rescued.guilty:
+            message = f"the engine failed its step: {error!r}"
+            self._scheduler.fail(sequence.work.attempt, message, retryable=True, in_step=True)
+        return rescued.plan, rescued.drawn
 
     def _accept(self, attempt: AttemptId, token: int, drawn: Items[int]) -> None:
         """Use transferred blocks only after the runner looked at them."""
@@ -235,7 +254,7 @@ class EngineCore:
         if wrong is None:
             self._scheduler.kv_arrived(attempt, token)
         else:
-            self._scheduler.fail(attempt, f"transferred KV refused: {wrong}")
+            self._scheduler.fail(attempt, f"transferred KV refused: {wrong}", retryable=True)
 
     def _accept_prefix(self, attempt: AttemptId, n_blocks: int) -> None:
         """The same; what is wrong with a prefix is computed over."""

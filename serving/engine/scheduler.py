@@ -120,17 +120,19 @@ class Scheduler:
         else:
             self.pool.free(attempt)
 
-    def fail(self, attempt: AttemptId, message: str) -> None:
+    def fail(
+        self, attempt: AttemptId, message: str, *, retryable: bool = False, in_step: bool = False
+    ) -> None:
         if attempt in self._live:
             self.cancel(attempt)
-            self._out.failed.append(Failed(attempt, message))
+            self._out.failed.append(Failed(attempt, message, retryable, in_step))
 
-    def fail_all(self, message: str) -> None:
+    def fail_all(self, message: str, *, retryable: bool = False) -> None:
         """Every live attempt fails; leases stay. Blocks that wait for KV, which a read may be writing, are
         under quarantine from now on."""
         for attempt, seq in list(self._live.items()):
             self.cancel(attempt, quarantine=seq.stage is Stage.RESERVED)
-            self._out.failed.append(Failed(attempt, message))
+            self._out.failed.append(Failed(attempt, message, retryable))
 
     def reserved(self, attempt: AttemptId, drawn: Iterable[int] = ()) -> Sequence | None:
         """The sequence, if it holds blocks and waits for KV; with what was `drawn` elsewhere."""

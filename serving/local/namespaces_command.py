@@ -81,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _attach(options: argparse.Namespace) -> NamespaceCluster:
-    return NamespaceCluster.attach(options.network)
+    cluster = NamespaceCluster.attach(options.network)
+    for name in (getattr(options, "node", None), getattr(options, "peer", None)):
+        if name is not None and name not in cluster.nodes:
+            raise ConfigError(f"no node {name!r}; there are: {', '.join(cluster.nodes)}")
+    return cluster
 
 
 def _up(options: argparse.Namespace) -> None:

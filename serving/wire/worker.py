@@ -90,9 +90,12 @@ class Logprobs(msgspec.Struct, array_like=True):
     top: Annotated[list[tuple[U64, float]], FEW]
 
 
+STEP = "step"  # Ended.reason
+
+
 class Ended(msgspec.Struct, array_like=True):
     """Attempt over on this worker. `reason`: stop | length | moved (a reader of a live hand-off goes on
-    with it, since 2); or, with `error`, failed."""
+    with it, since 2); or, with `error`, failed: STEP when computing it raised."""
 
     attempt: U64
     reason: str

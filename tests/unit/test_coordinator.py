@@ -17,6 +17,7 @@ from serving.generation import CollectedText, GenerationRequest
 from serving.metrics import Registry
 from serving.run import WorkerEntry
 from serving.wire import (
+    STEP,
     Begun,
     Cancel,
     Ended,
@@ -224,6 +225,18 @@ def test_an_engine_failure_is_final():
     _, sink = bench.start()
     bench.coordinator.on_step(Step(ended=[Ended(bench.submits("d0")[0].attempt, "", "too large")]))
     assert isinstance(sink.error, EngineFailure)
+    bench.check_idle()
+
+
+def test_a_request_that_breaks_two_engines_is_the_one_to_blame():
+    bench = Bench(decode=3)
+    run, sink = bench.start()
+    for _ in range(2):
+        assert sink.error is None
+        (decode,) = run.decoding
+        bench.coordinator.on_step(Step(ended=[Ended(decode.ident, STEP, "it raised", retryable=True)]))
+    assert isinstance(sink.error, EngineFailure)
+    assert run.placements == 2
     bench.check_idle()
 
 

@@ -31,6 +31,7 @@ RAY_MODULES = {
 PURE = [
     "kvrouter.*",
     "planner.*",
+    "serving.capacity",
     "serving.config",
     "serving.engine.base",
     "serving.engine.pacing",
@@ -39,9 +40,14 @@ PURE = [
     "serving.engine.sequence",
     "serving.engine.stopping",
     "serving.errors",
+    "serving.footprint",
+    "serving.gpu_catalog",
     "serving.kv.block_pool",
     "serving.kv.layout",
     "serving.kv.lease",
+    "serving.model_shape",
+    "serving.quantization",
+    "serving.variant_choice",
     "serving.wire.*",
 ]
 NOT_PURE = {"kvrouter.subscription", "planner.connector", "planner.observe"}

@@ -9,8 +9,10 @@ from pathlib import Path
 from kvrouter.events import EventCounters
 from serving.metrics import Registry
 from serving.planner_host import PlannerHost
+from serving.planner_host import PlannerHost
 from tests.unit.app_rig import App, prompt
 from tests.unit.test_application import scrape, total
+from tests.unit.test_planner_host import FakeServe
 from tests.unit.test_planner_host import FakeServe
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -34,6 +36,7 @@ async def test_the_page_lists_what_is_registered() -> None:
         for name, kind, labels in ROW.findall(PAGE.read_text())
     ]
     async with App() as app:
+        PlannerHost(control=app.control, config=app.config, connector=FakeServe())
         registries = [app.frontends[0].registry, app.control._registry]
         registries += [worker.control._registry for worker in app.workers]
         assert len(set(written)) == len(written)
