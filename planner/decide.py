@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 
 from planner.observation import Decision, Observation, VariantDecision, VariantSeen
-from planner.placement import Placed, current, occupied, place, share_budget
+from planner.placement import current, occupied, place, share_budget
 from planner.predict import Forecast, forecast, record
 from planner.settings import Settings, VariantSettings
 from planner.sizing import Sizer
@@ -95,7 +95,7 @@ def _demand(
     need = sizer.need(rate)
     wanted = _within(need.prefill, need.decode, own, _idle(state, own, now_s))
     band = 1 + settings.dead_band
-    banded = _within(sizer.prefill(rate * band), sizer.decode(rate * band), own, _idle(state, own, now_s))
+    banded = _within(sizer.prefill(rate * band, need.prefill), sizer.decode(rate * band), own, _idle(state, own, now_s))
     wants = (*(w for w in state.wants if w.at_s > now_s - settings.down_window_s), Want(now_s, banded))
     state = replace(state, wants=wants, since_s=now_s if state.since_s is None else state.since_s)
     roles = _steady(wanted, held, state, settings, now_s)
@@ -256,5 +256,3 @@ def _frontends(
     held = min(observation.frontends, max(want for _, want in wants))
     return min(max(wanted, held, settings.min_frontends), settings.max_frontends), wants
 
-
-_ = Placed

@@ -8,15 +8,13 @@ good predictor is cheaper, and a bad one is still safe.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from planner.predictors import PREDICTORS
-from planner.predictors.past import BIN_S, DAY_BINS, DAY_S, Past
+from planner.predictors.past import BIN_S, Past
 
 __all__ = ["Forecast", "ForecastState", "forecast", "record"]
 
-KEPT_BINS = 180  # of the recent past
 KEPT_ERRORS = 240
 FEW_ERRORS = 10  # before these, `FIRST_HEADROOM`
 FIRST_HEADROOM = 1.1
@@ -24,7 +22,6 @@ MOST_HEADROOM = 2.0
 FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0)  # in which a jump may show
 FAST_SIGMAS = 3.0  # by which it must stand out
 LEVEL_S = 120.0  # of the rate that counts as the present one
-FADE = 0.1  # of a day's shape, a day
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +68,15 @@ def forecast(state: ForecastState, predictor: str, quantile: float, lead_s: floa
 
 
 def _close_bin(state: ForecastState, lead_s: float, now_s: float) -> ForecastState:
-    rate = state.open_arrivals / state.open_s
-    past = state.past.with_bin(rate, now_s)
+    past = state.past.with_bin(state.open_arrivals / state.open_s, now_s)
     errors = dict(state.errors or {})
     pending = []
     for due_s, made in state.pending:
-        if due_s > now_s + 0.5 * BIN_S:
+        if due_s > now_s - 0.5 * BIN_S:  # the level around then is known half a bin later
             pending.append((due_s, made))
             continue
         for name, value in made.items():
-            ratio = min(max(rate / value if value > 0 else 1.0, 0.1), 10.0)
+            ratio = min(max(past.last / value if value > 0 else 1.0, 0.1), 10.0)
             errors[name] = (*errors.get(name, ())[-KEPT_ERRORS + 1 :], ratio)
     made = {}
     for name, predict in PREDICTORS.items():
@@ -142,6 +138,3 @@ def _dispersion(ticks: tuple[tuple[float, float, float], ...]) -> float:
         return 1.0
     return max(sum((n - mean) ** 2 for n in counts) / len(counts) / mean, 1.0)
 
-
-Predict = Callable[[Past, float, dict[str, tuple[float, ...]]], float | None]
-_ = (DAY_BINS, DAY_S, KEPT_BINS, FADE)

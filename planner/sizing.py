@@ -152,15 +152,16 @@ class Sizer:
         reachable = "; ".join(dict.fromkeys(self._least_missed)) or None
         return Need(self.prefill(rate), self.decode(rate), reachable)
 
-    def prefill(self, rate: float) -> int:
+    def prefill(self, rate: float, least: int = 1) -> int:
+        """`least`: known to be needed, from a smaller rate."""
         if rate <= 0 or not self._all:
             return 0
         growth = rate / self.rate if self.rate > 0 else 1.0
-        load = rate * self.service_s
-        low = max(math.ceil(load / HIGHEST_LOAD), 1)
-        high = low
+        low = high = max(math.ceil(rate * self.service_s / HIGHEST_LOAD), least)
+        step = 1
         while not self._prefill_meets(high, rate, growth):
-            low, high = high + 1, high + max(high // 2, 1)
+            low, high = high + 1, high + step
+            step *= 2
         while low < high:  # least in [low, high]
             middle = (low + high) // 2
             if self._prefill_meets(middle, rate, growth):

@@ -84,7 +84,7 @@ def _of_variant(
     application: AppConfig, model: Model, variant: Variant, options: Options
 ) -> Iterator[Finding]:
     from serving.review_lengths import LENGTH_RULES
-    from serving.review_memory import MEMORY_RULES
+    from serving.review_memory import memory_rules
     from serving.review_model import MODEL_RULES
 
     subject = Subject(model, variant, None, None)
@@ -110,7 +110,7 @@ def _of_variant(
     except ConfigError as error:
         yield subject.error("weights", error.message, "give a checkpoint that is whole")
     subject = Subject(model, variant, shape, gpu)
-    for rule in (_pools, _hand_off, *LENGTH_RULES, *MODEL_RULES, *MEMORY_RULES):
+    for rule in (_pools, _hand_off, *LENGTH_RULES, *MODEL_RULES, memory_rules):
         yield from rule(subject)
 
 

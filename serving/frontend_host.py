@@ -28,7 +28,7 @@ from serving.provenance import merged
 from serving.registry import Members
 from serving.run import WorkerEntry
 from serving.served_model import ServedModel
-from serving.variant_choice import Offer, choose_variant
+from serving.variant_choice import Offer, choose_variant, session_point
 from serving.variant_links import VariantLinks
 from serving.wire import FrontendReport, Register
 
@@ -50,15 +50,15 @@ class VariantGenerator:
         variants = [variant for model, variant in self._variants if model == request.model]
         if not variants:
             raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
-        variant = self._pick(request.model, variants, len(request.prompt))
+        variant = self._pick(request, variants)
         return self._variants[request.model, variant].coordinator.start(request, sink)
 
-    def _pick(self, model: str, variants: list[str], prompt_tokens: int) -> str:
-        offers = [
-            Offer(v, self._prompts[model, v], self._variants[model, v].pools()["decode"] > 0)
-            for v in variants
-        ]
-        return choose_variant(offers, self.weights.get(model, {}), prompt_tokens, self._random)
+    def _pick(self, request: GenerationRequest, variants: list[str]) -> str:
+        model = request.model
+        offers = [Offer(v, self._prompts[model, v], self._variants[model, v].can_answer) for v in variants]
+        session = request.session
+        point = self._random.random() if session is None else session_point(model, session)
+        return choose_variant(offers, self.weights.get(model, {}), len(request.prompt), point)
 
 
 class FrontendHost:
@@ -76,7 +76,9 @@ class FrontendHost:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.registry = Registry({"frontend": me.ident})
-        self._metrics = FrontendMetrics(self.registry)
+        self._refused = self.registry.counter(
+            "admission_rejects", "Requests refused, by reason", ("reason",)
+        )
         self.variants: dict[tuple[str, str], VariantLinks] = {}
         self._wanted: dict[tuple[str, str], set[str]] = {}  # pools that the config does not leave empty
         for model in config.models:
@@ -92,7 +94,9 @@ class FrontendHost:
                     local=config.router.local_prefill,
                     frontends=config.frontend.replicas,
                 )
-                self._metrics.watch(model.name, variant.name, router.caches)
+                labels = {"model": model.name, "variant": variant.name}
+                metrics = FrontendMetrics(self.registry.part(labels))
+                metrics.watch(router.caches)
                 entries: dict[str, WorkerEntry] = {}
                 coordinator = Coordinator(
                     model=model.name,
@@ -100,7 +104,7 @@ class FrontendHost:
                     workers=entries,
                     deadlines=config.deadlines,
                     max_inflight=config.frontend.max_inflight,
-                    metrics=self._metrics,
+                    metrics=metrics,
                     clock=clock,
                 )
                 self.variants[model.name, variant.name] = VariantLinks(
@@ -148,7 +152,7 @@ class FrontendHost:
             max_inflight_per_key=config.frontend.max_inflight_per_key,
             body_limit_bytes=config.frontend.body_limit_bytes,
             body_s=config.deadlines.body_ms / 1e3,
-            on_refused=lambda reason: self._metrics.rejects.inc(labels=(reason,)),
+            on_refused=lambda reason: self._refused.inc(labels=(reason,)),
         )
 
     async def start(self) -> None:

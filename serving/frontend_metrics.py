@@ -1,4 +1,4 @@
-"""What a frontend counts, per request and of its routers; label values are never taken from a client."""
+"""What a frontend counts of one variant's requests and router; no label value is taken from a client."""
 
 from __future__ import annotations
 
@@ -41,34 +41,33 @@ class FrontendMetrics:
             "migration_gap_seconds", "From the last token of the old worker to the first of the new one"
         )
         self.deadlines = registry.counter("deadlines_exceeded", "Deadlines passed, by stage", ("stage",))
-        self._caches: dict[Labels, CacheEvents] = {}  # by (model, variant)
-        variant = ("model", "variant")
+        self._caches: CacheEvents | None = None
         self._events = registry.counter(
-            "router_events", "KV event frames applied, and what was wrong with others", (*variant, "kind")
+            "router_events", "KV event frames applied, and what was wrong with others", ("kind",)
         )
         self._evicted = registry.counter(
-            "router_index_evicted_blocks", "Blocks the index forgot for want of room", variant
+            "router_index_evicted_blocks", "Blocks the index forgot for want of room"
         )
-        registry.gauge("router_index_blocks", "Distinct blocks in the index", self._blocks, variant)
-        registry.gauge("router_index_bytes", "Memory of the index, estimated", self._bytes, variant)
-        registry.gauge("router_silent_workers", "Workers without KV events", self._silent, variant)
+        registry.gauge("router_index_blocks", "Distinct blocks in the index", self._blocks)
+        registry.gauge("router_index_bytes", "Memory of the index, estimated", self._bytes)
+        registry.gauge("router_silent_workers", "Workers without KV events", self._silent)
         registry.before_snapshot(self._copy_events)
 
-    def watch(self, model: str, variant: str, caches: CacheEvents) -> None:
-        """Show what the router of this variant heard of its workers' caches."""
-        self._caches[model, variant] = caches
+    def watch(self, caches: CacheEvents) -> None:
+        """Show what the router heard of its workers' caches."""
+        self._caches = caches
 
     def _copy_events(self) -> None:
-        for labels, caches in self._caches.items():
-            for kind, count in asdict(caches.counters).items():
-                self._events.set_total(count, (*labels, kind))
-            self._evicted.set_total(caches.index.stats.evicted, labels)
+        if self._caches is not None:
+            for kind, count in asdict(self._caches.counters).items():
+                self._events.set_total(count, (kind,))
+            self._evicted.set_total(self._caches.index.stats.evicted)
 
     def _blocks(self) -> dict[Labels, float]:
-        return {labels: caches.index.stats.blocks for labels, caches in self._caches.items()}
+        return {} if self._caches is None else {(): self._caches.index.stats.blocks}
 
     def _bytes(self) -> dict[Labels, float]:
-        return {labels: caches.index.stats.memory_bytes for labels, caches in self._caches.items()}
+        return {} if self._caches is None else {(): self._caches.index.stats.memory_bytes}
 
     def _silent(self) -> dict[Labels, float]:
-        return {labels: len(caches.silent) for labels, caches in self._caches.items()}
+        return {} if self._caches is None else {(): len(self._caches.silent)}

@@ -43,6 +43,7 @@ class LocalCluster:
 
     Args:
         cpus: logical CPUs Ray hands out; default: those this process may use.
+        gpus: GPUs Ray hands out; default: those it finds. More than there are is for engines without any.
         env: added to the environment of every process of the cluster; wins over the defaults.
         flags: HAProxy and direct ingress (what KVRelay recommends); False leaves Serve at its defaults.
         host, port: where HTTP is served; port None takes a free one.
@@ -55,6 +56,7 @@ class LocalCluster:
         self,
         *,
         cpus: float | None = None,
+        gpus: int | None = None,
         env: Mapping[str, str] | None = None,
         flags: bool = True,
         host: str = "127.0.0.1",
@@ -66,6 +68,7 @@ class LocalCluster:
     ) -> None:
         self.cpus = available_cpus() if cpus is None else cpus
         self.host = host
+        self._gpus = gpus
         self._flags = flags
         self._extra_env = dict(env or {})
         self._port = port
@@ -159,6 +162,7 @@ class LocalCluster:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
             "--node-ip-address=127.0.0.2",
             f"--num-cpus={self.cpus:g}",
+            *([] if self._gpus is None else [f"--num-gpus={self._gpus}"]),
             f"--object-store-memory={self._object_store_bytes}",
             f"--temp-dir={directory / 'ray'}",
             f"--port={ports['gcs']}",

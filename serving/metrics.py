@@ -111,6 +111,13 @@ class Registry:
         self.labels = labels
         self._metrics: list[Counter | Gauge | Histogram] = []
         self._before: list[Callable[[], None]] = []
+        self._parts: list[Registry] = []
+
+    def part(self, labels: dict[str, str]) -> Registry:
+        """Of one part of the process; its samples have `labels` besides, and are in our snapshots."""
+        part = Registry({**self.labels, **labels})
+        self._parts.append(part)
+        return part
 
     def counter(self, name: str, help: str, label_names: Sequence[str] = ()) -> Counter:
         return self._add(Counter(name, help, label_names))
@@ -135,10 +142,11 @@ class Registry:
         """A snapshot."""
         for copy in self._before:
             copy()
-        return [
+        families = [
             Family(metric.name, metric.type, metric.help, list(metric.samples(self.labels)))
             for metric in self._metrics
         ]
+        return merge([families, *(part.families() for part in self._parts)]) if self._parts else families
 
 
 def merge(snapshots: Iterable[list[Family]]) -> list[Family]:

@@ -66,7 +66,7 @@ class ModelShape:
     experts: Experts | None = None
     window_tokens: int | None = None  # how far back `window_layers` look; None: all layers see everything
     window_layers: int = 0
-    quantization: str | None = None  # of the checkpoint's weights, a QuantAlgo; None: none
+    quantization: str | None = None  # of the checkpoint's weights, as it says; None: none
     kv_quantization: str | None = None
 
     @property
@@ -83,8 +83,21 @@ class ModelShape:
 def read_shape(path: Path) -> ModelShape:
     """From a config.json, or the directory that holds one. Raises ConfigError with one line."""
     file = path / "config.json" if path.is_dir() else path
-    modelopt = file.with_name("hf_quant_config.json")
-    return parse_shape(_json(file), str(file), _json(modelopt) if modelopt.is_file() else None)
+    return parse_shape(_json(file), str(file), _modelopt(file))
+
+
+def read_precision(directory: Path) -> tuple[str | None, str | None, str]:
+    """(quantisation of the weights, of the KV, dtype of the rest), of any model, also one without a shape
+    that is known here. Raises ConfigError with one line."""
+    file = directory / "config.json"
+    config = _json(file)
+    weights, kv = checkpoint_quantization(config, _modelopt(file))
+    return weights, kv, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
+def _modelopt(config: Path) -> dict[str, Any] | None:
+    file = config.with_name("hf_quant_config.json")
+    return _json(file) if file.is_file() else None
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -146,7 +159,7 @@ def parse_shape(
         raise ConfigError(f"{where}: dtype = {dtype!r}; allowed: {', '.join(DTYPE_BYTES)}")
     context = fields.count("max_position_embeddings")
     window, window_layers = _windows(fields, kind, layers, context)
-    weights, kv = checkpoint_quantization(values, modelopt, where)
+    weights, kv = checkpoint_quantization(values, modelopt)
     bias = bool(values.get("attention_bias", False))
     return ModelShape(
         model_type=kind,

@@ -23,9 +23,9 @@ from serving.gpu_catalog import find_gpu, identify
 from serving.gpu_probe import Device, GpuState, probe
 from serving.manifest import model_digest, resolve_weights
 from serving.metrics import Registry
-from serving.model_shape import read_shape
-from serving.quantization import NONE, find_quantization
-from serving.worker_spec import on_gpu, parallel_of, precision_of
+from serving.model_shape import read_precision
+from serving.quantization import NONE
+from serving.worker_spec import on_gpu, parallel_of
 
 PACKAGES = {"torch": ("torch", "transformers"), "tensorrt_llm": ("tensorrt_llm",), "sim": ()}
 NO_GPU = "cpu"
@@ -97,8 +97,7 @@ def check_requirements(
             if not _is_type(requires.gpu, device):
                 raise StartError(f"requires.gpu = {requires.gpu!r}; this worker has: {device.name}")
     if requires.quantization is not None:
-        wanted = find_quantization(requires.quantization, "requires.quantization")
-        if (wanted.name if wanted else NONE) != quantization:
+        if requires.quantization.upper() != quantization.upper():
             raise StartError(
                 f"requires.quantization = {requires.quantization!r}; these weights are {quantization}"
             )
@@ -123,10 +122,15 @@ def _gpu_name(devices: tuple[Device, ...]) -> str:
 
 def _precision(variant: Variant, directory: Path) -> tuple[str, str]:
     """(weights, KV); a simulated model has neither."""
-    if variant.engine.kind == "sim":
+    engine = variant.engine
+    if engine.kind == "sim":
         return NONE, UNKNOWN
-    shape = read_shape(directory)
-    return shape.quantization or NONE, precision_of(variant, shape).kv
+    weights, kv, dtype = read_precision(directory)
+    if engine.kind == "torch":
+        return weights or NONE, engine.dtype
+    if engine.trtllm.kv_dtype != "auto":
+        return weights or NONE, engine.trtllm.kv_dtype
+    return weights or NONE, kv or (dtype if engine.trtllm.dtype == "auto" else engine.trtllm.dtype)
 
 
 def _versions(packages: Iterable[str]) -> str:

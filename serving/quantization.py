@@ -79,22 +79,22 @@ def find_quantization(name: str | None, what: str) -> Quantization | None:
 
 
 def checkpoint_quantization(
-    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None, where: str
+    config: Mapping[str, Any], modelopt: Mapping[str, Any] | None
 ) -> tuple[str | None, str | None]:
     """(weights, KV) as the checkpoint says: its hf_quant_config.json (`modelopt`), else in config.json.
 
-    None where it says nothing. Raises ConfigError for a method nobody here knows.
+    None where it says nothing. Names are a QuantAlgo where there is one, else the checkpoint's own word.
     """
     if modelopt is not None:
         said = modelopt.get("quantization") or {}
-        return _known(said.get("quant_algo"), where), _kv(said.get("kv_cache_quant_algo"))
+        return _algorithm(said.get("quant_algo")), _kv(said.get("kv_cache_quant_algo"))
     said = config.get("quantization_config")
-    if not isinstance(said, Mapping):
+    if not isinstance(said, Mapping) or not said:
         return None, None
     method = str(said.get("quant_method", "")).lower()
     if method == "modelopt":
-        return _known(said.get("quant_algo"), where), _kv(said.get("kv_cache_quant_algo"))
-    return _known(_huggingface_name(method, said), where), None
+        return _algorithm(said.get("quant_algo")), _kv(said.get("kv_cache_quant_algo"))
+    return _algorithm(_huggingface_name(method, said)), None
 
 
 def _huggingface_name(method: str, said: Mapping[str, Any]) -> str:
@@ -116,9 +116,8 @@ def _huggingface_name(method: str, said: Mapping[str, Any]) -> str:
     return by_method.get(method, method)
 
 
-def _known(name: Any, where: str) -> str | None:
-    found = find_quantization(name, f"{where}: quantisation")
-    return found.name if found is not None else None
+def _algorithm(name: Any) -> str | None:
+    return None if name is None or str(name).upper() == NONE else str(name)
 
 
 def _kv(name: Any) -> str | None:

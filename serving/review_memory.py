@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 
 from serving.capacity import GIB, Capacity, Memory, Traffic, memory_of, plan, plan_pool, step_floor_ms
-from serving.config_review import Finding, Rule, Subject
+from serving.config_review import Finding, Subject
 from serving.errors import ConfigError
 from serving.pool_capacity import Options, traffic_of
 from serving.sim_profile import load_profile
-from serving.worker_spec import context_of, sim_limits, worker_spec
+from serving.worker_spec import context_of, sim_limits, weight_quantization, worker_spec
 
 MOST_SHARE, AIM_SHARE, LEAST_SHARE = 0.92, 0.90, 0.50  # of a card; above the first one allocations fail
 
@@ -141,4 +141,12 @@ def _itl(subject: Subject) -> Iterator[Finding]:
         )
 
 
-MEMORY_RULES: tuple[Rule, ...] = (_cards, _pool, _itl)
+def memory_rules(subject: Subject) -> Iterator[Finding]:
+    """Nothing of weights whose size nobody here knows; review_model says that."""
+    try:
+        if subject.shape is not None:
+            weight_quantization(subject.variant, subject.shape)
+    except ConfigError:
+        return
+    for rule in (_cards, _pool, _itl):
+        yield from rule(subject)

@@ -10,7 +10,7 @@ from serving.manifest import model_digest
 from serving.model_shape import ModelShape
 from serving.quantization import KV_ARCHITECTURES, find_quantization
 from serving.review_lengths import context_tokens
-from serving.worker_spec import find_weights, longest_prompt, placement_of, precision_of
+from serving.worker_spec import find_weights, kv_dtype_of, longest_prompt, placement_of
 
 KV_16_BIT_FROM_TOKENS = 8192  # beyond it quantised KV loses quality; practitioners keep it at 16 bits there
 GPUS_OF_A_HOST = 8
@@ -83,7 +83,11 @@ def _weights(subject: Subject) -> Iterator[Finding]:
                 f"{wanted}, and the checkpoint is {said}: no worker would start",
                 f"{said}, or other weights",
             )
-    used = find_quantization(said, "quantisation") if said is not None else required
+    try:
+        used = find_quantization(said, "the checkpoint's quantisation") if said is not None else required
+    except ConfigError as error:
+        yield subject.warning("weights", error.message, "without it memory and GPU are not looked at")
+        return
     if used is None or gpu is None:
         return
     if used.architectures is None:
@@ -112,7 +116,7 @@ def _kv(subject: Subject) -> Iterator[Finding]:
     if variant.engine.kind != "tensorrt_llm":
         return
     setting = "engine.trtllm.kv_dtype"
-    kv: str = precision_of(variant, shape).kv if shape is not None else variant.engine.trtllm.kv_dtype
+    kv: str = kv_dtype_of(variant, shape) if shape is not None else variant.engine.trtllm.kv_dtype
     allowed = KV_ARCHITECTURES.get(kv)
     if gpu is not None and allowed is not None and gpu.architecture not in allowed:
         others = ", ".join(sorted(a.value for a in allowed))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
 
 from serving.config import PromptRange
 from serving.errors import ContextLengthExceeded
@@ -20,13 +21,14 @@ class Offer:
 
 
 def choose_variant(
-    offers: Sequence[Offer], weights: Mapping[str, float], prompt_tokens: int, draw: random.Random
+    offers: Sequence[Offer], weights: Mapping[str, float], prompt_tokens: int, point: float
 ) -> str:
     """In this order, each rule as long as it leaves anything to choose from:
 
     `prompt_tokens.max` (the one rule without exception: the engine was not made for more), able to answer,
-    a traffic weight, `prompt_tokens.min`. Of what is left one is drawn by weight; without weights it is the
-    first of the config. Raises ContextLengthExceeded for a prompt that no variant takes.
+    a traffic weight, `prompt_tokens.min`. Of what is left the one at `point` (in [0, 1)) of their weights,
+    laid end to end in the order of the config; without weights the first.
+    Raises ContextLengthExceeded for a prompt that no variant takes.
     """
     left = [o for o in offers if o.prompt_tokens.max is None or prompt_tokens <= o.prompt_tokens.max]
     if not left:
@@ -38,5 +40,15 @@ def choose_variant(
     left = [o for o in left if o.able] or left
     left = [o for o in left if weights.get(o.name, 0.0) > 0] or left
     left = [o for o in left if o.prompt_tokens.min <= prompt_tokens] or left
-    shares = [weights.get(o.name, 0.0) for o in left]
-    return (draw.choices(left, shares)[0] if any(shares) else left[0]).name
+    mark = point * sum(weights.get(o.name, 0.0) for o in left)
+    for offer in left:
+        mark -= weights.get(offer.name, 0.0)
+        if mark < 0:
+            return offer.name
+    return left[0].name
+
+
+def session_point(model: str, session: str) -> float:
+    """Where a session stands, on every frontend and for as long as it lasts: a shift of the weights moves
+    only the sessions between the old and the new border."""
+    return xxh3_64_intdigest(f"{model}\0{session}".encode()) / 2.0**64

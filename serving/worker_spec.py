@@ -47,19 +47,25 @@ def weight_quantization(variant: Variant, shape: ModelShape) -> Quantization | N
     """What the checkpoint says, else what the variant requires; the torch engine computes as it is told."""
     if variant.engine.kind != "tensorrt_llm":
         return None
-    said = shape.quantization or variant.requires.quantization
-    return find_quantization(said, "requires.quantization")
+    if shape.quantization is not None:
+        return find_quantization(shape.quantization, "the checkpoint's quantisation")
+    return find_quantization(variant.requires.quantization, "requires.quantization")
 
 
 def precision_of(variant: Variant, shape: ModelShape) -> Precision:
+    """Raises ConfigError for a quantisation whose size nobody here knows."""
     engine = variant.engine
     if engine.kind != "tensorrt_llm":
         return Precision(None, engine.dtype, engine.dtype)
     dtype = shape.dtype if engine.trtllm.dtype == "auto" else engine.trtllm.dtype
-    kv = engine.trtllm.kv_dtype
-    if kv == "auto":
-        kv = shape.kv_quantization or dtype  # type: ignore[assignment]
-    return Precision(weight_quantization(variant, shape), dtype, kv)
+    return Precision(weight_quantization(variant, shape), dtype, kv_dtype_of(variant, shape))
+
+
+def kv_dtype_of(variant: Variant, shape: ModelShape) -> str:
+    ours = variant.engine.trtllm
+    if ours.kv_dtype != "auto":
+        return ours.kv_dtype
+    return shape.kv_quantization or (shape.dtype if ours.dtype == "auto" else ours.dtype)
 
 
 def worker_spec(

@@ -306,9 +306,36 @@ class Rig:
         live: bool = True,
     ) -> None:
         """As the frontend asks for it."""
-        heard = [token for _, token, _ in self.frontend.rows.get(attempt, [])]
-        tokens = self.prompts[attempt] + array("I", heard[:known])
-        self.prompts[new], self.n_prompt[new] = tokens, self.n_prompt[attempt]
+        heard = self.frontend.rows.get(attempt, [])[:known]
+        self.ask_to_move(
+            source,
+            attempt,
+            target,
+            new,
+            self.prompts[attempt],
+            heard,
+            reserve_tokens=reserve_tokens,
+            params=params,
+            epoch=epoch,
+            live=live,
+        )
+
+    def ask_to_move(
+        self,
+        source: Worker,
+        attempt: int,
+        target: Worker,
+        new: int,
+        prompt: array[int],
+        heard: list[Row],  # over all attempts
+        *,
+        reserve_tokens: int = 32,
+        params: SamplingParams | None = None,
+        epoch: int | None = None,
+        live: bool = True,
+    ) -> None:
+        tokens = prompt + array("I", [token for _, token, _ in heard])
+        self.prompts[new], self.n_prompt[new] = tokens, self.n_prompt.get(attempt, len(prompt))
         me = source.host.me
         handoff = Handoff(source.address, me.ident, epoch or me.epoch, attempt, live=live)
         self._submit(

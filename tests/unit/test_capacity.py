@@ -76,8 +76,8 @@ def test_which_limit_binds(worker: WorkerSpec, traffic: Traffic, binds: str, hol
     assert held.enough == (binds == "max_batch")
 
 
-# (worker, free bytes of a GPU, sequences). Free = card - runtime - weights - activations; KV is 0.85 of it, and
-# a sequence takes 4,608 tokens * KV bytes * 1.2. Activations: values a token * 2 bytes * 8,192, and logits.
+# (worker, free bytes of a GPU, sequences). Free = card - runtime - weights - activations; KV is 0.85 of it,
+# and a sequence takes 4,608 tokens * KV bytes * 1.2. Activations: values * 2 bytes * 8,192, and logits.
 TABLE = {
     # 85,520,809,984 - 3 GiB - 36,329,504,768 - (32,768 + 5,120 + 43,008) * 16,384 - 38,989,824;
     # 37,914,836,377 / (4,608 * 81,920 * 1.2) = 83.7
@@ -88,8 +88,8 @@ TABLE = {
     # weights 31,205,621,760 + 2 * 1,556,501,504 = 34,318,624,768; values 20,480 + 10,240 + 76,800;
     # 95,569,517,875 / (4,608 * 131,072 * 1.2) = 131.9
     "Qwen3-32B, FP8, H200": (fp8("qwen3-32b", 1, "H200"), 112_434_726_912, 131),
-    # weights 46,439,333,888 + 2 * 263,458,816 = 46,966,251,520; a token goes to 2 experts, 2 * (8,192 + 43,008)
-    # values beside 16,384 + 6,144; 29,189,678,694 / (4,608 * 65,536 * 1.2) = 80.5
+    # weights 46,439,333,888 + 2 * 263,458,816 = 46,966,251,520; a token goes to 2 experts,
+    # 2 * (8,192 + 43,008) values beside 16,384 + 6,144; 29,189,678,694 / (4,608 * 65,536 * 1.2) = 80.5
     "Mixtral, FP8, H100": (fp8("mixtral-8x7b", 1, "H100-80"), 34_340_798_464, 80),
 }
 

@@ -23,7 +23,7 @@ KIND = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 def registered(*registries: Registry) -> set[tuple[str, str, tuple[str, ...]]]:
     """(name, type, its own labels) of every metric."""
     found = set()
-    for registry in registries:
+    for registry in [*registries, *(part for registry in registries for part in registry._parts)]:
         for metric in registry._metrics:
             name = metric.name + ("_total" if metric.type == "counter" else "")
             found.add((name, metric.type, getattr(metric, "_label_names", ())))

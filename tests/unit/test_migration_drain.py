@@ -54,7 +54,7 @@ async def test_nothing_is_refused_and_busy_says_when_it_is_over() -> None:
         source.host.drain()
         assert not source.host.busy
         await rig.stands_at(source, A, prompt(20), 4)  # arrives all the same
-        assert source.host.busy
+        await until(lambda: source.host.busy)
         rig.move(source, A, target, B)
         await rig.ends(A, B)
         assert rig.frontend.outcome(A) == "moved"

@@ -169,7 +169,7 @@ async def test_what_is_cached_is_found_and_counted(version: str) -> None:
         for n in range(6):
             again = await app.complete(prompt(200) + prompt(30, 50 + n), max_tokens=4)
             assert again.reply.headers["x-kvrelay-prefill"] == home
-            assert again.cached == 192
+            assert again.cached == (192 if n == 0 else 200)  # the last token of a prompt is not kept
         other = await app.complete(prompt(200), max_tokens=4, cache_salt="another")
         assert other.cached == 0  # as the engine itself keeps salts apart
 
