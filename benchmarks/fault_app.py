@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.error import HTTPError
@@ -255,6 +256,26 @@ def by_worker(samples: Samples, name: str, **labels: str) -> dict[str, float]:
         if sample == name and labels.items() <= named.items() and "worker" in named:
             found[named["worker"]] = found.get(named["worker"], 0.0) + value
     return found
+
+
+def histogram_ms(before: Samples, after: Samples, name: str, share: float) -> float | None:
+    """The quantile of what a histogram of seconds saw in between, within its bucket as if evenly spread;
+    None if it saw nothing. Beyond the last bound: that bound."""
+    counts: dict[float, float] = {}
+    for samples, sign in ((after, 1), (before, -1)):
+        for (sample, labels), value in samples.items():
+            if sample == f"{name}_bucket":
+                bound = float(dict(labels)["le"])
+                counts[bound] = counts.get(bound, 0.0) + sign * value
+    if not counts.get(inf):
+        return None
+    wanted, low_s, below = counts[inf] * share, 0.0, 0.0
+    for bound_s, count in sorted(counts.items()):
+        if count >= wanted and bound_s < inf:
+            return round((low_s + (bound_s - low_s) * (wanted - below) / (count - below)) * 1e3, 1)
+        if bound_s < inf:
+            low_s, below = bound_s, count
+    return round(low_s * 1e3, 1)
 
 
 def held_blocks(samples: Samples) -> int:

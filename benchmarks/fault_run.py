@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from benchmarks.fault_app import App, Samples, held_blocks, in_flight, total
+from benchmarks.fault_app import App, Samples, held_blocks, histogram_ms, in_flight, total
 from benchmarks.fault_client import Answer, Ask
 from benchmarks.fault_load import Heard, Load, failed, stream_asks
 from benchmarks.fault_scenarios import Fault, Scene
@@ -23,7 +23,6 @@ COUNTED = {
     "nixl_bytes": "kvrelay_handoff_bytes_total",
     "handoff_failures": "kvrelay_handoff_failures_total",
     "resumes": "kvrelay_resumes_total",
-    "migrations": "kvrelay_migrations_total",
     "content_errors": "kvrelay_kv_content_errors_total",
 }
 
@@ -66,6 +65,14 @@ async def run_fault(app: App, fault: Fault, reference: Reference, asks: Sequence
     row["leaked_blocks"], row["left_in_flight"] = held_blocks(after), in_flight(after)
     row["settled_s"] = left_s
     row |= {key: round(total(after, name) - total(before, name)) for key, name in COUNTED.items()}
+    for outcome in ("moved", "failed"):
+        counts = [
+            total(samples, "kvrelay_migrations_total", outcome=outcome) for samples in (before, after)
+        ]
+        row[f"migrations_{outcome}"] = round(counts[1] - counts[0])
+    pause_ms = histogram_ms(before, after, "kvrelay_migration_gap_seconds", 0.99)
+    if pause_ms is not None:
+        row["migration_pause_ms_p99"] = pause_ms
     return row
 
 

@@ -27,7 +27,7 @@ LONG_PROMPTS = 4
 HANGUPS = 32
 SEEN_S = 20.0  # a state that a fault waits for comes sooner, or the run makes no sense
 SETTLED_S = 2.0  # after a thaw or a heal: what comes late would have come by then
-DRAINED_S = 120.0
+DRAINED_S = 300.0
 DECODE = f"{MODEL}-main-decode"
 
 

@@ -16,17 +16,21 @@ from benchmarks.fault_load import stream_asks
 from benchmarks.fault_scenarios import Fault, Scene
 from serving.local.namespaces import NamespaceCluster
 
+# A node that leaves waits so long for a place for its replica elsewhere, over the replica's own 605 s.
+NO_PLACE_S = 10
+DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(605 + NO_PLACE_S)}
 NODES: dict[str, dict[str, Any]] = {
     "head": {"labels": {"pool": "frontend"}},
     "p1": {"labels": {"pool": "prefill"}, "cpus": 1},
     "p2": {"labels": {"pool": "prefill"}, "cpus": 1},
-    "d1": {"labels": {"pool": "decode"}, "cpus": 1},
-    "d2": {"labels": {"pool": "decode"}, "cpus": 1},
+    "d1": {"labels": {"pool": "decode"}, "cpus": 1, "env": DRAIN},
+    "d2": {"labels": {"pool": "decode"}, "cpus": 1, "env": DRAIN},
 }
 WORKER_CPUS = 0.9  # one fits a node, as with accelerators: a lost one comes back where the node does
 PARTITION_S = 5.0
 IMPAIRED_S = 5.0  # how long a slow or long way lasts
 NOTICED_S = 15.0  # by then Ray knows that a silent node is dead
+LEFT_S = 90.0
 LATE_STREAMS = 6
 LATE_PROMPT_TOKENS = 1500  # 6 MB of KV, which must cross the network while it is broken
 
@@ -65,6 +69,19 @@ async def strike(
         await asyncio.to_thread(cluster.heal, victim)
 
 
+async def drain(scene: Scene) -> None:
+    """As `systemctl stop` or a preStop hook: its streams move, then it ends by itself."""
+    cluster = cluster_of(scene.app)
+    victim = cluster.node_of(scene.load.busiest())
+    scene.notes["node"] = victim
+    scene.struck_s = time.monotonic()
+    await asyncio.to_thread(cluster.leave, victim)
+    took_s = await asyncio.to_thread(
+        scene.app.wait_until, f"{victim} has left", lambda: not cluster.is_up(victim), LEFT_S
+    )
+    scene.notes["left_s"] = round(took_s, 1)
+
+
 def come_back(app: App) -> None:
     """Every node that is gone, as a supervisor starts it again."""
     cluster = cluster_of(app)
@@ -94,6 +111,7 @@ NETWORK_FAULTS = [
         where="nodes",
         restore=come_back,
     ),
+    Fault("node_drained", "a decode node is asked to leave", drain, where="nodes", restore=come_back),
     Fault(
         "partition_5s",
         "a decode node reaches nobody for 5 s",

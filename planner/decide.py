@@ -20,12 +20,13 @@ from planner.observation import Decision, Observation, VariantDecision, VariantS
 from planner.placement import current, occupied, place, share_budget
 from planner.predict import Forecast, forecast, record
 from planner.settings import Settings, VariantSettings
-from planner.sizing import Sizer
+from planner.sizing import Roles, Sizer
 from planner.state import PoolState, State, VariantState, Want
 
 __all__ = ["decide"]
 
 FEWEST_SAMPLES = 8  # of the time models, before which they say nothing
+FLIP_PAUSE_S = 60.0  # after growth, in which no pool gives a worker to the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +93,14 @@ def _demand(
     expected = forecast(state.forecast, settings.predictor, settings.error_quantile, lead_s, now_s)
     sizer = Sizer(seen, seen.times, own)
     rate = expected.rate + _backlog_rate(seen, sizer, expected.level, own, settings)
-    need = sizer.need(rate)
-    wanted = _within(need.prefill, need.decode, own, _idle(state, own, now_s))
-    band = 1 + settings.dead_band
-    banded = _within(sizer.prefill(rate * band, need.prefill), sizer.decode(rate * band), own, _idle(state, own, now_s))
-    wants = (*(w for w in state.wants if w.at_s > now_s - settings.down_window_s), Want(now_s, banded))
+    least = _least(own, idle=_idle(state, own, now_s))
+    wanted = _bounded(sizer.cheapest(rate, least), own)
+    banded_rate = rate * (1 + settings.dead_band)
+    cost = sizer.cost(_bounded(sizer.cheapest(banded_rate, least), own))
+    wants = (*(w for w in state.wants if w.at_s > now_s - settings.down_window_s), Want(now_s, cost))
     state = replace(state, wants=wants, since_s=now_s if state.since_s is None else state.since_s)
-    roles = _steady(wanted, held, state, settings, now_s)
+    roles = _steady(sizer, held, least, (rate, banded_rate), state, settings, own, now_s)
+    roles = _bounded(roles, own)
     why = f"{rate:.2f} requests/s"
     if rate > expected.rate * 1.001:
         why += f", {rate - expected.rate:.2f} of them a backlog"
@@ -106,8 +108,10 @@ def _demand(
         why += f" in {lead_s:.0f} s, head-room {expected.headroom:.2f}"
     if roles != wanted:
         why += f", need {wanted[0]}+{wanted[1]}"
-    demand = _Demand(wanted, roles, expected, f"{roles[0]}+{roles[1]} for {why}", need.reachable)
-    return demand, replace(state, roles=roles)
+    reason = f"{roles[0]}+{roles[1]} for {why}"
+    grown = now_s if sum(roles) > sum(held) else state.grown_s
+    demand = _Demand(wanted, roles, expected, reason, sizer.unreachable)
+    return demand, replace(state, roles=roles, grown_s=grown)
 
 
 def _blind(seen: VariantSeen) -> str | None:
@@ -143,28 +147,60 @@ def _idle(state: VariantState, own: VariantSettings, now_s: float) -> bool:
     return own.idle_to_zero_s is not None and since is not None and now_s - since >= own.idle_to_zero_s
 
 
-def _within(prefill: int, decode: int, own: VariantSettings, idle: bool) -> tuple[int, int]:
-    """At least the minimum, and one each while there may be requests."""
-    least = 0 if idle else 1
-    most = own.prefill.max_replicas + own.decode.max_replicas
-    return (
-        min(max(prefill, own.prefill.min_replicas, least), most),
-        min(max(decode, own.decode.min_replicas, least), most),
-    )
+def _least(own: VariantSettings, *, idle: bool) -> Roles:
+    """The minimum, and one each while there may be requests."""
+    some = 0 if idle else 1
+    return max(own.prefill.min_replicas, some), max(own.decode.min_replicas, some)
+
+
+def _bounded(roles: Roles, own: VariantSettings) -> Roles:
+    """Loans may take a role beyond the limit of its deployment, but not all together."""
+    if own.flips:
+        total = own.prefill.max_replicas + own.decode.max_replicas
+        prefill = min(roles[0], total - 1)
+        return prefill, min(roles[1], total - prefill)
+    return min(roles[0], own.prefill.max_replicas), min(roles[1], own.decode.max_replicas)
 
 
 def _steady(
-    wanted: tuple[int, int], held: tuple[int, int], state: VariantState, settings: Settings, now_s: float
-) -> tuple[int, int]:
-    """Up at once. Down to the most that was wanted in the window, dead band included, once it was seen whole."""
+    sizer: Sizer,
+    held: Roles,
+    least: Roles,
+    rates: tuple[float, float],
+    state: VariantState,
+    settings: Settings,
+    own: VariantSettings,
+    now_s: float,
+) -> Roles:
+    """Stay while it is enough; else flip if that is enough; else grow both as needed. Never shrink one pool
+    to grow the other beyond what is there: that is how pools come to swing against each other.
+
+    Down to the most that was needed in the window, dead band included, once all of it was seen.
+    `rates`: the demand without and with the dead band.
+    """
+    rate, banded = rates
+    floor = max(held[0], least[0]), max(held[1], least[1])
+    if not sizer.meets(held, rate) or floor != held:
+        if own.flips and now_s - state.grown_s >= FLIP_PAUSE_S:
+            flipped = sizer.cheapest(rate, least, near=held)
+            spare = int(sizer.cost(held) - sizer.cost(flipped))
+            if spare >= 0:
+                return _with_spare(flipped, spare, held)
+        return sizer.cheapest(rate, floor)
     assert state.since_s is not None
-    whole = now_s - state.since_s >= settings.down_window_s - settings.interval_s
-    roles = []
-    for role in (0, 1):
-        most = max(want.roles[role] for want in state.wants)
-        floor = min(held[role], most) if whole else held[role]
-        roles.append(max(wanted[role], floor))
-    return roles[0], roles[1]
+    if now_s - state.since_s < settings.down_window_s - settings.interval_s:
+        return held
+    most = max(want.cost for want in state.wants)
+    if most >= sizer.cost(held):
+        return held
+    fewer = sizer.cheapest(banded, least, near=held)
+    return _with_spare(fewer, int(most - sizer.cost(fewer)), held)
+
+
+def _with_spare(roles: Roles, spare: int, held: Roles) -> Roles:
+    """What may be kept beyond what is needed stays where it is."""
+    prefill = min(max(held[0] - roles[0], 0), max(spare, 0))
+    return roles[0] + prefill, roles[1] + max(spare - prefill, 0)
 
 
 # ------------------------------------------------------------ what is done

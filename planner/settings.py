@@ -24,8 +24,8 @@ class Targets:
 
     @property
     def allowed_misses(self) -> float:
-        """Share of requests that may miss one of the two; half of what may miss either."""
-        return (1 - self.percentile / 100) / 2
+        """Share of requests that may miss either."""
+        return 1 - self.percentile / 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Settings:
     budget: float = 8.0
     interval_s: float = 5.0
     predictor: str = "blend"
-    error_quantile: float = 0.9  # of past forecast errors, as head-room
-    down_window_s: float = 240.0  # a pool shrinks to the most it wanted in this time
-    dead_band: float = 0.08  # extra demand that fewer workers must still bear
+    error_quantile: float = 0.8  # of past forecast errors, as head-room
+    down_window_s: float = 180.0  # a pool shrinks to the most it wanted in this time
+    dead_band: float = 0.05  # extra demand that fewer workers must still bear
     recover_s: float = 45.0  # a backlog shall be gone after this
     unplaced_s: float = 600.0  # a scale-up that did not start by then is taken back
     retry_s: float = 600.0  # and not tried again for this long

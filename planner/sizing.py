@@ -1,114 +1,233 @@
 """Workers that meet the targets: (prefill, decode) for one variant, from distributions. Pure.
 
-Prefill: the least k under which few enough requests wait longer than their target leaves after their own
-prefill (planner.queueing). Decode: all sequences in flight share the room that the ITL target leaves in a
-step,
+Prefill: how many requests wait longer than their target leaves after their own prefill
+(planner.queueing). Decode: all sequences in flight share the room that the ITL target leaves in a step,
 
     sum over sequences of (e + f * context)  <=  decode workers * (itl - d)
 
 of which the mean follows from Little's law and the spread from the lengths; and KV and batch have room.
-Everything is monotone in the demand.
+A request may miss by either, so both are searched together: the cheapest pair whose misses add up to what
+the percentile allows. All misses grow with the demand and shrink with the workers; so the cost of the
+cheapest pair is monotone in the demand.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 from kvrouter.deadline import Order
-from planner.observation import Arrival, FittedTimes, VariantSeen
+from planner.observation import FittedTimes, VariantSeen
 from planner.queueing import DEADLINE_POWER, late_share, tail
 from planner.settings import Targets, VariantSettings
 
-__all__ = ["Need", "Sizer"]
+__all__ = ["Roles", "Sizer"]
+
+Roles = tuple[int, int]
 
 FEWEST = 100  # arrivals below which the formula has a say
 LEAST_SHARE = 0.01  # of requests, for a class to count
 HIGHEST_LOAD = 0.95  # of a pool, whatever the tail says
+NEGLIGIBLE = 0.02  # of the allowed misses: more workers for less than this are not looked at
 DEFAULT_OUTPUT = 256  # tokens, before any answer was seen
 STRETCH = 1.5  # an ITL target that cannot be met is taken as this times the least
+MOST = 4096  # workers of a pool
+NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    prefill: int
-    decode: int
-    reachable: str | None = None  # what to tell when a target cannot be met
+class _Load:
+    """What one request per second puts on decode, at the ITL target."""
+
+    weight: float  # mean of the summed step weights, ms
+    variance: float  # of that sum
+    sequences: float
+    kv_tokens: float
 
 
 class Sizer:
-    """Of one observation. Build it once a tick, then ask `need` for any demand."""
+    """Of one observation. Build it once a tick, then ask for any demand, in requests per second of the kind
+    that was seen."""
 
     def __init__(self, seen: VariantSeen, times: FittedTimes, settings: VariantSettings) -> None:
         self._seen = seen
         self._times = times
         self._settings = settings
-        self._least_missed: list[str] = []
-        self._rows = self._arrivals()
-        self.service_s = (
-            sum(service for rows in self._rows.values() for _, service, _ in rows)
-            / max(sum(len(rows) for rows in self._rows.values()), 1)
-        )  # fmt: skip
-        self.rate = (
-            len(seen.recent) * seen.weight / seen.recent_s if seen.recent_s > 0 else 0.0
-        )  # per second, over the kept past
-        self._all = sorted(row for rows in self._rows.values() for row in rows)
-        self._itl_ms = self._itl_target()
-        self._decode = self._decode_load()
+        self._unreachable: list[str] = []
+        self._rows: list[tuple[float, float, float]] = []  # at, service, allowed wait; seconds
+        self._classes: list[str | None] = []  # of each row
+        self._read_arrivals()
+        n = len(self._rows)
+        self.service_s = sum(row[1] for row in self._rows) / n if n else 0.0
+        self._rate = n * seen.weight / seen.recent_s if seen.recent_s > 0 else 0.0
+        self._counting = self._classes_that_count()
+        self._itl_ms = self._reachable_itl()
+        self._load = self._decode_load()
+        self._late = cache(self._late_now)
+
+    @property
+    def unreachable(self) -> str | None:
+        """What no number of workers can do, with the best that can be had."""
+        return "; ".join(self._unreachable) or None
+
+    # ------------------------------------------------------------ pairs of pools
+
+    def meets(self, roles: Roles, rate: float) -> bool:
+        if rate <= 0:
+            return True
+        slow = self.slow(roles[1], rate)
+        return all(
+            late + slow <= self._targets(name).allowed_misses
+            for name, late in self._late(roles[0], rate).items()
+        )
+
+    def cheapest(self, rate: float, floor: Roles = (0, 0), near: Roles | None = None) -> Roles:
+        """The pair that meets the targets at the least cost, each pool at least `floor`.
+
+        Of equally cheap ones that nearest to `near`, then the one with the fewest misses.
+        """
+        if rate <= 0:
+            return floor
+        costs = self._settings.prefill.cost, self._settings.decode.cost
+        prefill = max(math.ceil(rate * self.service_s / HIGHEST_LOAD), floor[0], 1)
+        best: tuple[tuple[float, int, float], Roles] | None = None
+        while prefill < MOST:
+            late = self._late(prefill, rate)
+            left = min(self._targets(name).allowed_misses - share for name, share in late.items())
+            if left > 0:
+                decode = max(self._decode(rate, left), floor[1])
+                cost = prefill * costs[0] + decode * costs[1]
+                moves = abs(prefill - near[0]) + abs(decode - near[1]) if near is not None else 0
+                key = (cost, moves, max(late.values()) + self.slow(decode, rate))
+                if best is None or key < best[0]:
+                    best = key, (prefill, decode)
+                least = prefill * costs[0] + max(self._decode(rate, self._allowed), floor[1]) * costs[1]
+                if least > best[0][0] or max(late.values()) <= NEGLIGIBLE * left:
+                    break
+            prefill += 1 if best is not None or prefill < 32 else max(prefill // 16, 1)
+        return best[1] if best is not None else (prefill, self._decode(rate, self._allowed))
+
+    def cost(self, roles: Roles) -> float:
+        return roles[0] * self._settings.prefill.cost + roles[1] * self._settings.decode.cost
+
+    # ------------------------------------------------------------ one pool
+
+    def _late_now(self, servers: int, rate: float) -> dict[str | None, float]:
+        """Share of requests whose TTFT misses, by class."""
+        if not self._rows:
+            return {None: 0.0}
+        if servers <= 0 or servers < rate * self.service_s / HIGHEST_LOAD:
+            return dict.fromkeys(self._counting, 1.0)
+        growth = rate / self._rate if self._rate > 0 else 1.0
+        power = DEADLINE_POWER if self._settings.order is Order.DEADLINE else 1.0
+        found: dict[str | None, float] = {}
+        for name in self._counting:
+            rows, part = self._rows, 1.0
+            if len(self._counting) > 1:
+                rows = [
+                    row if own == name else (row[0], row[1], math.inf)
+                    for row, own in zip(self._rows, self._classes, strict=True)
+                ]
+                part = self._classes.count(name) / len(rows)
+            share = late_share(rows, servers, growth, self._seen.weight) / part
+            if len(rows) < FEWEST:
+                share = max(share, self._formula(servers, rate))
+            found[name] = min(share, 1.0) ** power
+        return found
+
+    def _formula(self, servers: int, rate: float) -> float:
+        """With Poisson arrivals, and lengths as spread as those of the few that came."""
+        mean = self.service_s
+        if mean <= 0:
+            return 0.0
+        cv2 = sum((service - mean) ** 2 for _, service, _ in self._rows) / len(self._rows) / mean**2
+        waits = sorted(wait for _, _, wait in self._rows)
+        return tail(servers, rate, mean, waits[len(waits) // 2], 1.0, max(cv2, 1.0))
+
+    def slow(self, workers: int, rate: float) -> float:
+        """Share of requests whose ITL misses. 1 where KV or batch have no room."""
+        load = self._load
+        if workers < self._decode_floor(rate):
+            return 1.0
+        room_ms = workers * (self._itl_ms - self._times.step[0])
+        sd = math.sqrt(rate * load.variance)
+        return 1 - NORMAL.cdf((room_ms - rate * load.weight) / sd) if sd > 0 else 0.0
+
+    def _decode(self, rate: float, misses: float) -> int:
+        """Least workers with no more than that share of `slow`."""
+        load = self._load
+        z = max(NORMAL.inv_cdf(1 - min(max(misses, 1e-9), 0.5)), 0.0)
+        weight = rate * load.weight + z * math.sqrt(rate * load.variance)
+        needed = weight / (self._itl_ms - self._times.step[0])
+        workers = max(math.ceil(needed - 1e-9), self._decode_floor(rate), 1)
+        while self.slow(workers, rate) > misses:  # rounding
+            workers += 1
+        return workers
+
+    def _decode_floor(self, rate: float) -> int:
+        load = self._load
+        floor = rate * load.weight / (self._itl_ms - self._times.step[0]) / HIGHEST_LOAD
+        if self._seen.max_batch is not None:
+            floor = max(floor, rate * load.sequences / HIGHEST_LOAD / self._seen.max_batch)
+        if self._seen.kv_tokens is not None:
+            floor = max(floor, rate * load.kv_tokens / HIGHEST_LOAD / self._seen.kv_tokens)
+        return math.ceil(floor - 1e-9)
 
     # ------------------------------------------------------------ what was seen
 
     def _targets(self, name: str | None) -> Targets:
         return self._settings.classes.get(name or "", self._settings.targets)
 
-    def _prefill_ms(self, row: Arrival) -> float:
-        a, b, c = self._times.prefill
-        u = row.uncached_tokens
-        return a + b * u + c * u * (row.prompt_tokens - 0.5 * u) if u > 0 else 0.0
+    @property
+    def _allowed(self) -> float:
+        return min(self._targets(name).allowed_misses for name in self._counting)
 
-    def _arrivals(self) -> dict[str | None, list[tuple[float, float, float]]]:
-        """By class: (at, service, allowed wait) in seconds; those that no queue could save left out."""
-        rows: dict[str | None, list[tuple[float, float, float]]] = {}
+    def _read_arrivals(self) -> None:
+        """Those that no queue could save may wait for ever: more workers would not help them."""
+        a, b, c = self._times.prefill
+        targets = {None: self._settings.targets, **self._settings.classes}
         lost: dict[str | None, list[float]] = {}
         for row in self._seen.recent:
-            own_ms = self._prefill_ms(row)
-            targets = self._targets(row.slo_class)
-            left_ms = targets.ttft_for(row.prompt_tokens) - own_ms
+            u, prompt = row.uncached_tokens, row.prompt_tokens
+            own_ms = a + b * u + c * u * (prompt - 0.5 * u) if u > 0 else 0.0
+            name = row.slo_class if row.slo_class in targets else None
+            left_ms = targets[name].ttft_for(prompt) - own_ms
             if left_ms < 0:
-                lost.setdefault(row.slo_class, []).append(own_ms)
+                lost.setdefault(name, []).append(own_ms)
                 left_ms = math.inf
-            rows.setdefault(row.slo_class, []).append((row.at_s, own_ms / 1e3, left_ms / 1e3))
+            self._rows.append((row.at_s, own_ms / 1e3, left_ms / 1e3))
+            self._classes.append(name)
         for name, missed in lost.items():
-            targets = self._targets(name)
-            share = len(missed) / len(rows[name])
-            if len(rows[name]) >= 10 and share > targets.allowed_misses:
-                text = f"{name}: " if name else ""
-                self._least_missed.append(
-                    f"{text}TTFT target below the prefill time of {share:.0%} of the prompts;"
-                    f" reachable {min(missed):.0f} to {max(missed):.0f} ms for those"
+            share = len(missed) / self._classes.count(name)
+            if len(self._rows) >= 10 and share > targets[name].allowed_misses:
+                self._unreachable.append(
+                    f"{name + ': ' if name else ''}TTFT target not reachable for {share:.0%} of the prompts;"
+                    f" their prefill alone takes {min(missed):.0f} to {max(missed):.0f} ms"
                 )
-        return rows
 
-    def _classes(self) -> list[str | None]:
-        total = max(len(self._seen.recent), 1)
-        return [name for name, rows in self._rows.items() if len(rows) >= LEAST_SHARE * total]
+    def _classes_that_count(self) -> list[str | None]:
+        if not self._rows:
+            return [None]
+        names = dict.fromkeys(self._classes)
+        return [n for n in names if self._classes.count(n) >= LEAST_SHARE * len(self._classes)]
 
-    def _itl_target(self) -> float:
-        """The strictest of the classes seen, reachable."""
-        wanted = min(
-            (self._targets(name).itl_ms for name in self._classes()), default=self._settings.targets.itl_ms
-        )
-        wanted /= 1 + self._times.step_spread
+    def _reachable_itl(self) -> float:
+        """The strictest of the classes seen; where no worker could meet it, somewhat above the least."""
+        wanted = min(self._targets(name).itl_ms for name in self._counting)
         d, e, f = self._times.step
-        least = d + e + f * self._context()
-        if wanted >= least:
-            return wanted
-        self._least_missed.append(f"ITL target not reachable; least is {least:.1f} ms")
+        pairs = self._pairs()
+        context = sum(prompt + 0.5 * output for prompt, output in pairs) / len(pairs)
+        least = d + e + f * context
+        usable = wanted / (1 + self._times.step_spread)
+        if usable > least:
+            return usable
+        if wanted < least:
+            self._unreachable.append(f"ITL target {wanted:g} ms not reachable; best is {least:.1f} ms")
         return least * STRETCH
 
-    def _pairs(self) -> Sequence[tuple[int, int]]:
+    def _pairs(self) -> list[tuple[int, int]]:
         """(prompt, output) of those that are answered and of those that are not.
 
         The first answers of a fresh start are the short ones; those in flight are longer. They count as
@@ -116,106 +235,26 @@ class Sizer:
         """
         answered = list(self._seen.outputs)
         mean = sum(output for _, output in answered) // len(answered) if answered else 0
-        unanswered = (self._seen.decoding or 0) + (self._seen.queued or 0)
+        open_ones = (self._seen.decoding or 0) + (self._seen.queued or 0)
         if not answered:
-            unanswered = max(unanswered, 1)
-        prompts = [row.prompt_tokens for row in self._seen.recent[-unanswered:]] if unanswered else []
+            open_ones = max(open_ones, 1)
+        rows = self._seen.recent[-open_ones:] if open_ones else ()
+        prompts = [row.prompt_tokens for row in rows]
         if not answered and not prompts:
             prompts = [1]
         return answered + [(prompt, max(mean, DEFAULT_OUTPUT)) for prompt in prompts]
 
-    def _context(self) -> float:
-        pairs = self._pairs()
-        return sum(prompt + 0.5 * output for prompt, output in pairs) / len(pairs)
-
-    def _decode_load(self) -> tuple[float, float, float, float]:
-        """Per request and second of rate: mean and variance of step weight (ms), sequences, KV tokens."""
+    def _decode_load(self) -> _Load:
         _, e, f = self._times.step
         itl_s = self._itl_ms / 1e3
+        weight = variance = sequences = kv = 0.0
         pairs = self._pairs()
-        mean = variance = sequences = kv = 0.0
         for prompt, output in pairs:
-            context = prompt + 0.5 * output
-            weight = e + f * context
+            own = e + f * (prompt + 0.5 * output)
             stays_s = output * itl_s
-            mean += stays_s * weight
-            variance += stays_s * weight * weight
+            weight += stays_s * own
+            variance += stays_s * own * own
             sequences += stays_s
             kv += stays_s * (prompt + output)
         n = len(pairs)
-        return mean / n, variance / n, sequences / n, kv / n
-
-    # ------------------------------------------------------------ what it takes
-
-    def need(self, rate: float) -> Need:
-        """For `rate` requests per second of the kind that was seen."""
-        reachable = "; ".join(dict.fromkeys(self._least_missed)) or None
-        return Need(self.prefill(rate), self.decode(rate), reachable)
-
-    def prefill(self, rate: float, least: int = 1) -> int:
-        """`least`: known to be needed, from a smaller rate."""
-        if rate <= 0 or not self._all:
-            return 0
-        growth = rate / self.rate if self.rate > 0 else 1.0
-        low = high = max(math.ceil(rate * self.service_s / HIGHEST_LOAD), least)
-        step = 1
-        while not self._prefill_meets(high, rate, growth):
-            low, high = high + 1, high + step
-            step *= 2
-        while low < high:  # least in [low, high]
-            middle = (low + high) // 2
-            if self._prefill_meets(middle, rate, growth):
-                high = middle
-            else:
-                low = middle + 1
-        return high
-
-    def _prefill_meets(self, servers: int, rate: float, growth: float) -> bool:
-        power = DEADLINE_POWER if self._settings.order is Order.DEADLINE else 1.0
-        longest = max((service for _, service, _ in self._all), default=0.0)
-        if servers > rate * self.service_s + 1 + 100 * max(longest, 1.0) * max(rate, 1.0):
-            return True  # no queue is left to speak of
-        for name in self._classes():
-            allowed = self._targets(name).allowed_misses
-            rows = self._all if len(self._rows) == 1 else self._marked(name)
-            share = late_share(rows, servers, growth, self._seen.weight)
-            share *= len(rows) / max(len(self._rows[name]), 1)
-            if len(self._all) < FEWEST:
-                share = max(share, self._formula(servers, rate, name))
-            if min(share, 1.0) ** power > allowed:
-                return False
-        return True
-
-    def _marked(self, name: str | None) -> list[tuple[float, float, float]]:
-        """All arrivals; those of other classes may wait for ever."""
-        own = set(self._rows[name])
-        return [row if row in own else (row[0], row[1], math.inf) for row in self._all]
-
-    def _formula(self, servers: int, rate: float, name: str | None) -> float:
-        """With Poisson arrivals, and lengths as spread as those of the few that came."""
-        services = [service for _, service, _ in self._all]
-        mean = self.service_s
-        cv2 = sum((s - mean) ** 2 for s in services) / len(services) / mean**2 if mean > 0 else 0.0
-        allowed = sorted(wait for _, _, wait in self._rows[name])
-        return tail(servers, rate, mean, allowed[len(allowed) // 2], 1.0, max(cv2, 1.0))
-
-    def decode(self, rate: float) -> int:
-        if rate <= 0:
-            return 0
-        per_mean, per_variance, per_sequence, per_kv = self._decode
-        misses = min(
-            (self._targets(name).allowed_misses for name in self._classes()),
-            default=self._settings.targets.allowed_misses,
-        )
-        z = max(NormalDist().inv_cdf(1 - misses), 0.0)
-        room_ms = self._itl_ms - self._times.step[0]
-        weight = rate * per_mean + z * math.sqrt(rate * per_variance)
-        needed = weight / room_ms
-        in_flight = rate * per_sequence
-        if self._seen.max_batch is not None:
-            needed = max(needed, (in_flight + z * math.sqrt(in_flight)) / self._seen.max_batch)
-        if self._seen.kv_tokens is not None:
-            # All sequences are taken to be as long as the average: the spread is in the number.
-            kv = rate * per_kv * (1 + z / math.sqrt(max(in_flight, 1.0)))
-            needed = max(needed, kv / self._seen.kv_tokens)
-        return max(math.ceil(needed - 1e-9), 1)
+        return _Load(weight / n, variance / n, sequences / n, kv / n)

@@ -11,10 +11,10 @@ __all__ = ["PoolState", "State", "VariantState", "Want"]
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What one tick wanted, (prefill, decode): to hold, with the dead band's extra demand."""
+    """What the workers cost that one tick needed, with the dead band's extra demand."""
 
     at_s: float
-    roles: tuple[int, int]
+    cost: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class VariantState:
     last_request_s: float | None = None
     pools: dict[str, PoolState] = field(default_factory=dict)
     roles: tuple[int, int] | None = None  # asked for last
+    grown_s: float = -1e18  # when they last grew
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from serving.manifest import KNOWN
 from serving.model_shape import ModelShape
 from serving.pool_capacity import Options, gpu_of, shape_of
 from serving.preflight import Plan
-from serving.worker_spec import ROLES, find_weights, on_gpu, parallel_of, placement_of
+from serving.worker_spec import ROLES, find_weights, on_gpu, placement_of
 
 
 class Level(str, Enum):
@@ -110,7 +110,7 @@ def _of_variant(
     except ConfigError as error:
         yield subject.error("weights", error.message, "give a checkpoint that is whole")
     subject = Subject(model, variant, shape, gpu)
-    for rule in (_pools, _hand_off, *LENGTH_RULES, *MODEL_RULES, memory_rules):
+    for rule in (_pools, *LENGTH_RULES, *MODEL_RULES, memory_rules):
         yield from rule(subject)
 
 
@@ -127,50 +127,35 @@ def _deadlines(deadlines: Deadlines) -> Iterator[Finding]:
 
 
 def _pools(subject: Subject) -> Iterator[Finding]:
-    """What Ray reserves against what a worker uses."""
+    """What Ray reserves against what a worker of our own engines uses; of TensorRT-LLM the load checks it."""
     engine = subject.variant.engine
+    if engine.kind == "tensorrt_llm":
+        return
+    wanted = int(on_gpu(subject.variant))
     for role in subject.roles:
         pool = subject.pool(role)
         gpus = placement_of(subject.variant, role).gpus
-        if engine.kind != "tensorrt_llm":
-            if gpus > 1:
-                yield subject.error(
-                    f"{role} parallel",
-                    f"engine kind {engine.kind} computes on one device; tensor x pipeline = {gpus}",
-                    "set both to 1, or take engine kind tensorrt_llm",
-                )
-            gpus = int(on_gpu(subject.variant))
-        if gpus and pool.gpus != gpus:
+        if gpus > 1:
+            yield subject.error(
+                f"{role} parallel",
+                f"engine kind {engine.kind} computes on one device; tensor x pipeline = {gpus}",
+                "set both to 1, or take engine kind tensorrt_llm",
+            )
+        if wanted and pool.gpus != wanted:
             yield subject.error(
                 f"{role}.gpus",
-                f"{pool.gpus:g}, and a worker uses {gpus}",
-                f"{role}.gpus: {gpus}; Ray shows a worker no more than it reserved",
+                f"{pool.gpus:g}, and a worker computes on one GPU",
+                f"{role}.gpus: 1; Ray shows a worker no more than it reserved",
             )
-        if not gpus and pool.gpus:
+        if not wanted and pool.gpus:
             yield subject.warning(
                 f"{role}.gpus",
                 f"{pool.gpus:g} reserved, and the engine computes on CPUs",
                 f"{role}.gpus: 0",
             )
-        if not gpus and engine.kind == "torch" and engine.threads > max(1.0, pool.cpus):
+        if not wanted and engine.kind == "torch" and engine.threads > max(1.0, pool.cpus):
             yield subject.warning(
                 "engine.threads",
                 f"{engine.threads} threads on {pool.cpus:g} CPUs of {role}: they wait for one another",
                 f"{role}.cpus: {engine.threads}, or fewer threads",
             )
-
-
-def _hand_off(subject: Subject) -> Iterator[Finding]:
-    """KV goes from one layout into the other."""
-    if set(subject.roles) != set(ROLES) or subject.variant.engine.kind != "tensorrt_llm":
-        return  # other engines use one device; said elsewhere
-    owner, reader = (parallel_of(subject.variant, role) for role in ROLES)
-    if owner == reader:
-        return
-    pair = f"tp{owner.tensor}pp{owner.pipeline}>tp{reader.tensor}pp{reader.pipeline}"
-    if pair not in subject.variant.engine.trtllm.topology_pairs:
-        yield subject.error(
-            "parallel",
-            f"prefill and decode are laid out differently ({pair}), which has given wrong text",
-            f"lay them out alike; or compare outputs, then add {pair} to engine.trtllm.topology_pairs",
-        )

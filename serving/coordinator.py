@@ -190,6 +190,7 @@ class Coordinator:
             for entry in step.logprobs:
                 drawn[entry.row] = TokenLogprobs(tokens[entry.row], entry.logprob, list(entry.top))
         touched: list[Run] = []
+        broken: list[tuple[Run, int]] = []
         for row, (attempt, position, token) in enumerate(
             zip(attempts, unpack_u32(columns.positions), tokens, strict=True)
         ):
@@ -197,7 +198,11 @@ class Coordinator:
             if run is None:
                 continue  # ended here, still on its way there
             expected = run.next_position
-            if position == expected:
+            if run.logprobs and row not in drawn:
+                broken.append((run, attempt))
+            elif position >= run.request.params.max_tokens:
+                continue  # nobody asked for it
+            elif position == expected:
                 if not run.pending:
                     touched.append(run)
                     if run.move is not None and run.move.target == attempt:
@@ -213,6 +218,9 @@ class Coordinator:
             # A position below was already sent by an earlier attempt: dropped.
         for run in touched:
             self._emit(run, now)
+        for run, attempt in broken:
+            if attempt in run.attempts:
+                self._on_failed(run, attempt, "tokens without the log-probabilities asked for", True, now)
 
     def _take_early(self, run: Run) -> None:
         """Append the tokens that waited for the one just appended."""

@@ -35,6 +35,7 @@ from serving.wire import FrontendReport, Register
 log = logging.getLogger("kvrelay.frontend")
 
 SWEEP_S = 0.25
+GOLDEN = 0.6180339887498949
 
 
 class VariantGenerator:
@@ -43,7 +44,7 @@ class VariantGenerator:
     def __init__(self, config: AppConfig, variants: dict[tuple[str, str], VariantLinks], seed: int) -> None:
         self._variants = variants
         self._prompts = {(m.name, v.name): v.prompt_tokens for m in config.models for v in m.variants}
-        self._random = random.Random(seed)
+        self._point = random.Random(seed).random()
         self.weights: dict[str, dict[str, float]] = {}  # live traffic weights, by model
 
     def start(self, request: GenerationRequest, sink: Sink) -> Ticket:
@@ -56,8 +57,10 @@ class VariantGenerator:
     def _pick(self, request: GenerationRequest, variants: list[str]) -> str:
         model = request.model
         offers = [Offer(v, self._prompts[model, v], self._variants[model, v].can_answer) for v in variants]
-        session = request.session
-        point = self._random.random() if session is None else session_point(model, session)
+        if request.session is not None:
+            point = session_point(model, request.session)
+        else:  # steps of the golden ratio: any few in a row are spread as evenly as can be
+            point = self._point = (self._point + GOLDEN) % 1.0
         return choose_variant(offers, self.weights.get(model, {}), len(request.prompt), point)
 
 

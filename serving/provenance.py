@@ -96,11 +96,10 @@ def check_requirements(
         for device in devices:
             if not _is_type(requires.gpu, device):
                 raise StartError(f"requires.gpu = {requires.gpu!r}; this worker has: {device.name}")
-    if requires.quantization is not None:
-        if requires.quantization.upper() != quantization.upper():
-            raise StartError(
-                f"requires.quantization = {requires.quantization!r}; these weights are {quantization}"
-            )
+    if requires.quantization is not None and requires.quantization.upper() != quantization.upper():
+        raise StartError(
+            f"requires.quantization = {requires.quantization!r}; these weights are {quantization}"
+        )
     if requires.weights_digest is not None and requires.weights_digest != digest:
         raise StartError(f"requires.weights_digest = {requires.weights_digest}; these weights are {digest}")
 

@@ -1,7 +1,7 @@
 """Run as `python -m serving.local.leave` on a node: its Ray drains and ends; returns when it has.
 
-For supervisors that cannot send SIGTERM to `ray start --block` itself, as a container's preStop hook: in the
-containers that KubeRay makes a shell is in front of it, and shells hand no signal on. `ray stop` is no
+For supervisors that cannot send SIGTERM to `ray start --block` itself, as a container's preStop hook: in
+the containers that KubeRay makes a shell is in front of it, and shells hand no signal on. `ray stop` is no
 substitute: it ends workers at once. The time there is: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S.
 """
 

@@ -308,10 +308,8 @@ class Rig:
         """As the frontend asks for it."""
         heard = self.frontend.rows.get(attempt, [])[:known]
         self.ask_to_move(
-            source,
-            attempt,
-            target,
-            new,
+            (source, attempt),
+            (target, new),
             self.prompts[attempt],
             heard,
             reserve_tokens=reserve_tokens,
@@ -322,10 +320,8 @@ class Rig:
 
     def ask_to_move(
         self,
-        source: Worker,
-        attempt: int,
-        target: Worker,
-        new: int,
+        old: tuple[Worker, int],  # with its attempt
+        to: tuple[Worker, int],
         prompt: array[int],
         heard: list[Row],  # over all attempts
         *,
@@ -334,6 +330,7 @@ class Rig:
         epoch: int | None = None,
         live: bool = True,
     ) -> None:
+        (source, attempt), (target, new) = old, to
         tokens = prompt + array("I", [token for _, token, _ in heard])
         self.prompts[new], self.n_prompt[new] = tokens, self.n_prompt.get(attempt, len(prompt))
         me = source.host.me

@@ -36,6 +36,7 @@ from serving.wire import (
 )
 from tests.unit.app_rig import CONTEXT_TOKENS, LONG_S, App, SimWorker, prompt
 from tests.unit.handoff_fakes import until
+from tests.unit.test_coordinator import Bench
 
 GOOD = Submit(
     attempt=77,
@@ -216,7 +217,7 @@ def test_an_honest_step_passes() -> None:
 
 
 async def test_a_worker_that_sends_nonsense_loses_its_link_and_no_request() -> None:
-    async with App(decode=2) as app:
+    async with App(decode=2, profile={"step_ms": 3.0}) as app:
         right = await app.complete(prompt(30), max_tokens=200)
         asking = asyncio.ensure_future(app.complete(prompt(30), max_tokens=200))
         run = await app.run_reaches(3)
@@ -230,6 +231,33 @@ async def test_a_worker_that_sends_nonsense_loses_its_link_and_no_request() -> N
             await until(lambda: len(worker.host._frontends) == 1, LONG_S)
         assert (await asking).said == right.said
         await until(app.is_ready, LONG_S)
+
+
+def test_tokens_without_the_logprobs_asked_for_are_had_elsewhere() -> None:
+    bench = Bench(prefill=0, decode=2)
+    _, sink = bench.start(logprobs=0)
+    first = next(ident for ident in ("d0", "d1") if bench.submits(ident))
+    other = "d1" if first == "d0" else "d0"
+    bench.tokens(bench.submits(first)[0].attempt, 0, 10, 11)
+    assert sink.tokens == []
+    assert bench.cancels(first)
+    (again,) = bench.submits(other)
+    for row, token in enumerate((10, 11, 12, 13)):
+        columns = Tokens(pack_u64([again.attempt]), pack_u32([row]), pack_u32([token]))
+        bench.coordinator.on_step(Step(tokens=columns, logprobs=[Logprobs(0, -0.5, [])]))
+    assert sink.tokens == [10, 11, 12, 13]
+    assert len(sink.logprobs) == 4
+
+
+def test_tokens_beyond_what_was_asked_for_reach_nobody() -> None:
+    bench = Bench(prefill=0)
+    run, sink = bench.start(max_tokens=2)
+    attempt = bench.submits("d0")[0].attempt
+    bench.tokens(attempt, (1 << 32) - 5, 1, 2, 3)
+    bench.tokens(attempt, 0, 10, 11, 12, 13, ended="length")
+    assert sink.tokens == [10, 11]
+    assert run.early == {}
+    bench.check_idle()
 
 
 # ---------------------------------------------------------------- owner -> reader

@@ -71,13 +71,11 @@ async def test_any_order_of_events(seed: int) -> None:
             worker = rng.choice(rig.workers)
             match rng.choice(["move"] * 5 + ["hang", "flow", "flow", "cut", "drop", "cancel"]):
                 case "move" if request.target is None and not request.over(rig):
-                    source, attempt = request.way[-1]
-                    if worker is not source:
+                    if worker is not request.way[-1][0]:
                         new = next(names)
                         known = [row for _, a in request.way for row in rig.frontend.rows.get(a, [])]
-                        rig.ask_to_move(
-                            source, attempt, worker, new, prompts[requests.index(request)], known
-                        )
+                        text = prompts[requests.index(request)]
+                        rig.ask_to_move(request.way[-1], (worker, new), text, known, params=PARAMS)
                         request.target = worker, new
                 case "hang" | "flow" as event:
                     worker.local.faults.hang = event == "hang"

@@ -58,7 +58,8 @@ def test_full_blocks_first_then_the_rest() -> None:
     assert (states.used, states.leased) == (3, 0)  # none for its next token
     rig.scheduler.release(A)
     output = rig.step()
-    assert not output.finished and not output.failed
+    assert not output.finished
+    assert not output.failed
     assert output.load.blocks.cached == 3
     rig.assert_idle()
 
