@@ -23,6 +23,7 @@ from kvrouter.router import LoadLike, WorkerView
 __all__ = ["Booking", "WorkerLoad"]
 
 ON_THE_WAY_S = 0.02  # a booking this much older than what a report tells of may still be missing in it
+MOST_LATE = 256  # first tokens remembered until somebody asks how late they were
 PERIOD_PROMPTS = 8  # most prompts in one sample of the prefill model
 
 
@@ -50,7 +51,15 @@ class _BusyPeriod:
     began_s: float = 0.0
     running: set[int] = field(default_factory=set)
     features: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    disturbed: bool = False  # by others' work: no sample
+    disturbed: bool = False  # by others' work of which too little is known: no sample
+
+    def add_others(self, before: dict[int, int], after: dict[int, int]) -> None:
+        """Others' prompts, with tokens left, in two reports: what was done between them took its time too."""
+        for attempt, tokens in before.items():
+            done = tokens - after.get(attempt, 0)
+            if done > 0:
+                n, all_tokens, pairs = self.features
+                self.features = (n, all_tokens + done, pairs + 0.5 * done * done)
 
 
 class WorkerLoad:
@@ -71,7 +80,9 @@ class WorkerLoad:
         self._report: LoadLike | None = None
         self._ended_since_report = 0
         self._others_tokens = 0
+        self._others: dict[int, int] = {}  # attempt -> tokens left, of prompts that are not ours
         self._period = _BusyPeriod()
+        self._late_s: deque[float] = deque(maxlen=MOST_LATE)
 
     # ------------------------------------------------------------ own bookings
 
@@ -100,7 +111,7 @@ class WorkerLoad:
         booking.prefill_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
         self._backlog.correct(attempt, booking.prefill_ms, now_s)
         if not self._period.running:
-            self._period = _BusyPeriod(now_s - self._step_s, disturbed=self._others_tokens > 0)
+            self._period = _BusyPeriod(now_s - self._step_s, disturbed=self._unknown_others)
         self._period.running.add(attempt)
 
     def computed(self, attempt: int, now_s: float) -> None:
@@ -109,6 +120,8 @@ class WorkerLoad:
         if booking is None or not booking.computes or booking.computed:
             return
         self._settle(booking)
+        if booking.limit_s < inf:
+            self._late_s.append(now_s - booking.limit_s)
         period = self._period
         if attempt not in period.running:
             return
@@ -120,7 +133,7 @@ class WorkerLoad:
             elapsed_ms = (now_s - period.began_s) * 1e3
             if not period.disturbed:
                 self.models.prefill.linear.observe(period.features, elapsed_ms)
-            self._period = _BusyPeriod(now_s, period.running, disturbed=self._others_tokens > 0)
+            self._period = _BusyPeriod(now_s, period.running, disturbed=self._unknown_others)
 
     def release(self, attempt: int) -> None:
         """Idempotent."""
@@ -189,7 +202,7 @@ class WorkerLoad:
         prefill = self.models.prefill
         named: set[int] = set()
         others: list[tuple[float, float]] = []
-        others_tokens = 0
+        others_left: dict[int, int] = {}
         for attempt, tokens, due_ms in queue:
             named.add(attempt)
             booking = self._computing.get(attempt)
@@ -199,16 +212,23 @@ class WorkerLoad:
                 self._backlog.correct(attempt, prefill.ms(tokens, booking.prompt_tokens), now_s)
             elif attempt not in self.bookings:
                 others.append((now_s + due_ms / 1e3, tokens * prefill.ms_per_token))
-                others_tokens += tokens
+                others_left[attempt] = tokens
         lump = max(waiting_tokens - sum(tokens for _, tokens, _ in queue), 0)
         if not lump:
             for booking in self._computing.values():
                 if booking.attempt not in named and booking.booked_s <= arrived_s - self._step_s:
                     self._backlog.correct(booking.attempt, 0.0, now_s)
-        self._others_tokens = others_tokens + lump
+        self._period.add_others(self._others, others_left)
+        self._others = others_left
+        self._others_tokens = sum(others_left.values()) + lump
         self._backlog.set_others(lump * prefill.ms_per_token, now_s, others)
-        if self._others_tokens:
+        if lump:
             self._period.disturbed = True
+
+    @property
+    def _unknown_others(self) -> bool:
+        """There is work of others of which no report will tell when it is done."""
+        return self._others_tokens > sum(self._others.values())
 
     @property
     def _step_s(self) -> float:
@@ -240,7 +260,15 @@ class WorkerLoad:
 
     def slack(self, due_s: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float) -> Slack:
         """See Backlog."""
+        if self.frontends > 1:
+            margin_ms += self._unreported_ms(now_s, None)
         return self._backlog.slack(due_s, now_s, margin_ms, others_due_to_limit_ms)
+
+    def take_lateness(self) -> list[float]:
+        """Of first tokens since the last call: seconds after their limits, below 0 before."""
+        late = list(self._late_s)
+        self._late_s.clear()
+        return late
 
     @property
     def computing_ms(self) -> list[float]:

@@ -17,6 +17,8 @@ from planner.scaling import ReplicaCounts
 from serving.errors import Unavailable
 
 CALL_S = 5.0
+REPLACED_S = 30.0  # health checks run every second; three must fail
+POLL_S = 0.05
 STARTING = ("STARTING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
 
 
@@ -49,6 +51,29 @@ class ServeConnector:
         await self._call(
             "update_deployment_replicas", DeploymentID(deployment, self._application), replicas
         )
+
+    async def remove(self, deployment: str, replica: str) -> None:
+        """End `replica`, which nobody needs any more, and lower the target by one; its place stays empty.
+
+        Serve chooses whom a lower target stops: what does not run yet, else the newest. So the replica ends
+        first, and what the lower target stops is its replacement, which has only just begun to start.
+        Raises Unavailable.
+        """
+        before = (await self.counts())[deployment]
+        name = f"SERVE_REPLICA::{self._application}#{deployment}#{replica}"
+        try:
+            ray.kill(ray.get_actor(name, namespace=SERVE_NAMESPACE))
+        except ValueError:
+            raise Unavailable(f"{replica} is no replica of {deployment} any more") from None
+        try:
+            async with asyncio.timeout(REPLACED_S):
+                while (await self.counts())[deployment].starting <= before.starting:
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            raise Unavailable(
+                f"Serve did not notice within {REPLACED_S} s that {replica} is gone"
+            ) from None
+        await self.scale(deployment, before.target - 1)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -19,9 +19,10 @@ KEPT_ERRORS = 240
 FEW_ERRORS = 10  # before these, `FIRST_HEADROOM`
 FIRST_HEADROOM = 1.1
 MOST_HEADROOM = 2.0
-FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0)  # in which a jump may show
-FAST_SIGMAS = 3.0  # by which it must stand out
-LEVEL_S = 120.0  # of the rate that counts as the present one
+LEVEL_S = 240.0  # of the rate that counts as the present one
+FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0, 80.0)  # in which a jump may show
+FAST_SIGMAS = 2.5  # by which it must stand out
+LEAST_S = 15.0  # of seeing: a rate over less is taken as over this
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,14 @@ def _level(state: ForecastState, now_s: float) -> float:
     mean = _rate(state.ticks, now_s, LEVEL_S)
     if mean is None:
         return 0.0
-    level = mean[0]
+    level = mean[0] * min(mean[1] / LEAST_S, 1.0)
     for window_s in FAST_WINDOWS_S:
         seen = _rate(state.ticks, now_s, window_s)
         if seen is None:
             continue
         rate, span = seen
+        if span >= mean[1]:
+            break  # nothing slower to stand out from
         count = rate * span
         sure = (count - FAST_SIGMAS * math.sqrt(max(count, 1.0) * state.dispersion)) / span
         level = max(level, sure)

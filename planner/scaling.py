@@ -22,11 +22,13 @@ class ReplicaCounts:
 
 
 class Connector(Protocol):
-    """See planner.connector; both raise Unavailable."""
+    """See planner.connector; all raise Unavailable."""
 
     async def counts(self) -> Mapping[str, ReplicaCounts]: ...
 
     async def scale(self, deployment: str, replicas: int) -> None: ...
+
+    async def remove(self, deployment: str, replica: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

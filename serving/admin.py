@@ -51,9 +51,11 @@ class Admin:
     # ------------------------------------------------------------ workers
 
     def _workers(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return {"workers": [self._told(ident) for ident in sorted(self._host.workers)]}
+        return {"workers": [self.told(ident) for ident in sorted(self._host.workers)]}
 
-    def _told(self, ident: str) -> dict[str, Any]:
+    def told(self, ident: str) -> dict[str, Any]:
+        """How a worker stands. Raises NotFound."""
+        ident = self._named({"worker": ident})
         worker = self._host.workers[ident]
         report, age_s = worker.report, worker.age_s
         told: dict[str, Any] = {
@@ -82,12 +84,12 @@ class Admin:
     def _drain(self, arguments: dict[str, Any]) -> dict[str, Any]:
         ident = self._named(arguments)
         self._host.orders.drain(ident)
-        return self._told(ident)
+        return self.told(ident)
 
     def _undrain(self, arguments: dict[str, Any]) -> dict[str, Any]:
         ident = self._named(arguments)
         self._host.orders.undrain(ident)
-        return self._told(ident)
+        return self.told(ident)
 
     def _named(self, arguments: dict[str, Any]) -> str:
         ident = str(arguments.get("worker"))

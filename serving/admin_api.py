@@ -3,6 +3,7 @@
     GET    /admin/workers                      who is there, how each stands, whether it is safe to remove
     POST   /admin/workers/{worker}/drain       no new requests; what runs there moves or ends
     POST   /admin/workers/{worker}/undrain
+    DELETE /admin/workers/{worker}             take a drained one away: one replica less
     GET    /admin/settings                     the live settings
     PATCH  /admin/settings                     change some of them
     PUT    /admin/weights/{model}              {"main": 90, "canary": 10}
@@ -30,6 +31,7 @@ _ROUTES = (
     (r"/admin/workers", "GET", "workers", None),
     (r"/admin/workers/([^/]+)/drain", "POST", "drain", "worker"),
     (r"/admin/workers/([^/]+)/undrain", "POST", "undrain", "worker"),
+    (r"/admin/workers/([^/]+)", "DELETE", "remove", "worker"),
     (r"/admin/settings", "GET", "settings", None),
     (r"/admin/settings", "PATCH", "change", None),
     (r"/admin/weights/(.+)", "PUT", "weights", "model"),

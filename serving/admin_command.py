@@ -57,6 +57,10 @@ def add_parser(commands: Any) -> None:
     undrain.add_argument("worker", help="its name, or the end of it")
     undrain.set_defaults(run=_undrain)
 
+    remove = verbs.add_parser("remove", help="take a drained worker away: one replica less")
+    remove.add_argument("worker", help="its name, or the end of it")
+    remove.set_defaults(run=_remove)
+
     weights = verbs.add_parser("weights", help="traffic shares of a model's variants, from now on")
     weights.add_argument("model")
     weights.add_argument("shares", nargs="+", metavar="VARIANT=WEIGHT")
@@ -116,6 +120,12 @@ def _undrain(options: argparse.Namespace) -> int:
     name = _full_name(options)
     told = _ask(options, "POST", f"/admin/workers/{quote(name)}/undrain")
     return _print(told) if options.json else _say(f"{name}: serves again")
+
+
+def _remove(options: argparse.Namespace) -> int:
+    name = _full_name(options)
+    told = _ask(options, "DELETE", f"/admin/workers/{quote(name)}")
+    return _print(told) if options.json else _say(f"{name}: is being removed")
 
 
 def _weights(options: argparse.Namespace) -> int:

@@ -38,14 +38,16 @@ from serving.length_lanes import LengthLanes
 
 __all__ = ["LONGEST_RETRY_S", "Admission", "Ask", "Verdict"]
 
-import os
-MARGIN=float(os.environ.get("MARGIN","0"))
 FEWEST_SAMPLES = 3  # behind a model, before it may refuse anybody
 FIRST_OUTPUT_TOKENS = 256.0  # mean length of an answer, before there was one
 OUTPUT_RATE = 0.02  # of the running mean
 PRESSURE_RATE = 0.02  # of the running share of refusals, per request
 PRESSURE = 0.05  # refused, from which on claims count
 DECODE_RESERVE = 0.2  # of the reserve; of a batch it costs throughput
+FIRST_MARGIN = 1 / 16  # of ttft_ms, for what predictions leave out
+MOST_MARGIN = 0.5
+MARGIN_STEP = 1 / 32
+MISSES = 0.005  # of the admitted that may be late
 HIGHEST_S = 10.0  # a priority counts as asking for so long
 LONGEST_RETRY_S = 600.0
 
@@ -93,6 +95,7 @@ class Admission:
         self._output_tokens = FIRST_OUTPUT_TOKENS
         self._priorities: dict[int, float] = {}  # who asked when
         self._refused = 0.0  # running share
+        self._margin_ms = slo.ttft_ms * FIRST_MARGIN
 
     def decide(self, ask: Ask, choice: Choice, now_s: float) -> Verdict:
         """Also remembers what became of it: call it once a request."""
@@ -102,6 +105,7 @@ class Admission:
         self._lanes.ask(lane, now_s)
         self._priorities[ask.priority] = now_s
         verdict = self.look(ask, choice, now_s)
+        self._learn_margin(self._load_of(choice.prefill or choice.decode).take_lateness())
         admitted = verdict.reason is None
         self._refused += PRESSURE_RATE * ((not admitted) - self._refused)
         if admitted:
@@ -154,12 +158,12 @@ class Admission:
         """Why it would not do with `part` of what there is, the longest lack of all."""
         lacks = []
         if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
-            too_long_ms = wait_ms - (part * room_ms - MARGIN)
+            too_long_ms = wait_ms - (part * room_ms - self._margin_ms)
             if wait_ms > 0 and too_long_ms > 0:
                 lacks.append(_Lack("ttft", too_long_ms / 1e3))
             else:
                 slack = load.slack(
-                    load.due_s(own_ms, now_s), now_s, MARGIN, self._slo.ttft_ms - SLACK_MS
+                    load.due_s(own_ms, now_s), now_s, self._margin_ms, self._slo.ttft_ms - SLACK_MS
                 )
                 if slack.ms < own_ms:
                     lacks.append(_Lack("ttft", slack.clears_ms / 1e3))
@@ -197,6 +201,13 @@ class Admission:
         if left * batch > most:
             lacks.append(_Lack("itl", _fades_s(max(most, 0.5) / batch, ready_s, life_s)))
         return max(lacks, key=lambda lack: lack.wait_s, default=None)
+
+    def _learn_margin(self, late_s: list[float]) -> None:
+        """Wider at each miss and slowly narrower at others, so that MISSES of what is admitted are late."""
+        step_ms = MARGIN_STEP * self._slo.ttft_ms
+        for late in late_s:
+            self._margin_ms += step_ms if late > 0 else -step_ms * MISSES / (1.0 - MISSES)
+        self._margin_ms = min(max(self._margin_ms, 0.0), self._slo.ttft_ms * MOST_MARGIN)
 
     # ------------------------------------------------------------ claims
 

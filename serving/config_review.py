@@ -127,7 +127,7 @@ def _deadlines(deadlines: Deadlines) -> Iterator[Finding]:
 
 
 def _pools(subject: Subject) -> Iterator[Finding]:
-    """What Ray reserves against what a worker of our own engines uses; of TensorRT-LLM the load checks it."""
+    """What Ray reserves against what workers of our own engines use; TensorRT-LLM is checked at load."""
     engine = subject.variant.engine
     if engine.kind == "tensorrt_llm":
         return

@@ -33,7 +33,7 @@ from serving.config import AppConfig
 from serving.control_host import ControlHost
 from serving.demand_book import DemandBook
 from serving.deployment_name import FRONTEND, deployment_name
-from serving.errors import ConfigError, NotFound, Unavailable
+from serving.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from serving.live_settings import LivePlanner
 from serving.planner_metrics import PlannerMetrics
 from serving.planner_settings import budget_of, planner_settings
@@ -77,10 +77,12 @@ class PlannerHost:
         self._ordered: dict[tuple[Key, str], tuple[float, int]] = {}  # pool -> (when, ready then)
         self._startups: dict[Key, deque[float]] = {key: deque(maxlen=STARTS_KEPT) for key in self._variants}
         self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._metrics = PlannerMetrics(control.registry, self)
         control.on_demand = self.book.reported
         control.admin.add("planner", lambda arguments: self.told())
         control.admin.add("change_planner", self._change)
+        control.admin.add("remove", self._remove)
 
     async def start(self) -> None:
         for model, variant in self._variants:
@@ -123,6 +125,29 @@ class PlannerHost:
         changed = {**now, **arguments, "targets": targets}
         self._control.change_settings({"planner": changed}, check=self._check)
         return self.told()
+
+    def _remove(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Take a drained worker away for good; answers at once, `workers` shows when it is gone."""
+        ident = str(arguments.get("worker"))
+        told = self._control.admin.told(ident)
+        if not told["safe_to_remove"]:
+            raise InvalidRequest(
+                f"{ident} is not safe to remove: drain it first, and wait until it is empty"
+            )
+        deployment = deployment_name(told["model"], told["variant"], told["pool"])
+        there = self._counts.get(deployment)
+        if there is not None and there.target <= 1:
+            raise InvalidRequest(f"{ident} is the last of {deployment}; allowed: to remove others")
+        self._tasks.add(task := asyncio.get_running_loop().create_task(self._removing(deployment, ident)))
+        task.add_done_callback(self._tasks.discard)
+        return told | {"removing": True}
+
+    async def _removing(self, deployment: str, ident: str) -> None:
+        try:
+            await self._connector.remove(deployment, ident)
+            log.info("removed", extra={"fields": {"worker": ident, "deployment": deployment}})
+        except Unavailable as error:
+            log.warning("%s was not removed: %s", ident, error.message)
 
     def _check(self, planner: LivePlanner) -> None:
         planner_settings(self._config, planner, {})

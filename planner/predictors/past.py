@@ -42,8 +42,8 @@ class Past:
 
     @property
     def last(self) -> float:
-        """The rate of the last two minutes: one alone is mostly noise."""
-        recent = self.bins[-2:]
+        """The rate of the last four minutes: one alone is mostly noise."""
+        recent = self.bins[-4:]
         return sum(recent) / len(recent)
 
     def at_day(self, number: int) -> float | None:

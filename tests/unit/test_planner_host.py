@@ -42,6 +42,9 @@ class FakeServe:
         self.calls.append((deployment, replicas))
         self.targets[deployment] = self.running[deployment] = replicas
 
+    async def remove(self, deployment: str, replica: str) -> None:
+        self.calls.append((f"{deployment}#{replica}", -1))
+
 
 class Rig:
     def __init__(self, mode: str = "act", **pool: Any) -> None:
