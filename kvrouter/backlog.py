@@ -35,6 +35,8 @@ class _Prompt:
         return (self.due_s, self.number) < (other.due_s, other.number)
 
 
+import os
+LATE=float(os.environ.get("LATE","0"))
 class Backlog:
     """See the module docstring. A prompt stays until `remove`, also when it should long be done."""
 
@@ -141,7 +143,7 @@ class Backlog:
                 continue
             limit_s = prompt.limit_s if prompt.ours else prompt.due_s + others_due_to_limit_ms / 1e3
             slack_ms = (limit_s - now_s) * 1e3 - done_ms
-            if 0 <= slack_ms < least + margin_ms:
+            if slack_ms < least + margin_ms and slack_ms > -LATE:
                 least, clears_ms = max(slack_ms - margin_ms, 0.0), min(done_ms, (prompt.due_s - due_s) * 1e3)
         return Slack(least, clears_ms)
 

@@ -34,6 +34,7 @@ class AccessRecord:
     duration_s: float | None = None
     prefill_worker: str | None = None
     decode_worker: str | None = None
+    resumes: int = 0
 
     def take(self, response: Response) -> None:
         """Note what the response knows of itself, and of the workers that made it."""
@@ -50,6 +51,7 @@ class AccessRecord:
         if ticket is not None:
             self.prefill_worker = ticket.info.prefill_worker
             self.decode_worker = ticket.info.decode_worker
+            self.resumes = ticket.info.resumes
 
     def ended(self, status: int) -> None:
         self.status = status

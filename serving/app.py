@@ -57,6 +57,7 @@ def build(args: dict[str, Any]) -> Application:
     frontend = Frontend.options(  # type: ignore[attr-defined]
         num_replicas=config.frontend.replicas,
         ray_actor_options=door_options,
+        max_replicas_per_node=config.frontend.max_per_node,
         graceful_shutdown_timeout_s=config.deadlines.request_ms / 1e3 + 5,
     )
     application: Application = frontend.bind(args, control, pools)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-THRESHOLD = 5  # failures in a row; a single bad request is retried at most `MAX_PLACEMENTS` times
+THRESHOLD = 5  # failures in a row; a single bad request is retried at most `MAX_TRIES` times
 FIRST_OPEN_S = 1.0
 LONGEST_OPEN_S = 30.0
 TRIAL_S = 2.0  # how long the outcome of a trial is waited for before the next one

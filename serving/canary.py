@@ -1,8 +1,8 @@
 """A worker's look at itself: does its engine still answer, and does it get its blocks back?
 
     canary    When no step ended for a while, or attempts failed without one, a tiny generation is asked
-              of the engine. FAILURES in a row: the worker is *unfit*, takes no new requests and has itself
-              replaced.
+              of the engine. FAILURES in a row, or an engine that died: the worker is *unfit*, takes no new
+              requests and has itself replaced.
     blocks    With nothing in flight, blocks that cannot be had are a leak. That only makes the worker
               *ill*: it says so and goes on.
 
@@ -100,11 +100,13 @@ class Canary:
 
     @property
     def unfit(self) -> bool:
-        return self._failures >= FAILURES
+        return self._failures >= FAILURES or self._engine.died is not None
 
     @property
     def ill(self) -> str:
         """What is wrong, in a line; empty when nothing is."""
+        if self._engine.died is not None:
+            return f"the engine died: {self._engine.died!r}"[:ILL_CHARS]
         if self.unfit:
             return f"{self._failures} canaries in a row failed: {self._why[:ILL_CHARS]}"
         return self._leak
@@ -113,7 +115,7 @@ class Canary:
         """Raises EngineDied when the worker should be replaced: an unfit one once its requests are
         elsewhere, or had time enough to be."""
         if self._engine.died is not None:
-            raise EngineDied(f"the engine died: {self._engine.died!r}")
+            raise EngineDied(self.ill)
         late = self._loop.time() - self._unfit_s > UNFIT_DRAIN_S
         if self.unfit and (late or not self._worker.busy):
             raise EngineDied(self.ill)
@@ -136,7 +138,7 @@ class Canary:
     # ------------------------------------------------------------ the engine
 
     async def _watch_engine(self) -> None:
-        while True:
+        while self._engine.died is None:
             await self._due()
             began_s = self._loop.time()
             why = await self._ask()
@@ -148,9 +150,10 @@ class Canary:
                 continue
             self._failed.inc()
             self._why = why
+            was_unfit = self._failures >= FAILURES
             self._failures += 1
             log.warning("canary failed, %d in a row: %s", self._failures, why)
-            if self._failures == FAILURES:
+            if self.unfit and not was_unfit:
                 self._unfit_s = self._loop.time()
                 self._worker.drain()
 

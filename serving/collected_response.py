@@ -54,7 +54,7 @@ class CollectedChoice(Choice):
     @property
     def answer(self) -> Answer:
         assert self.reason is not None
-        return Answer("".join(self._texts), self.reason, self._entries)
+        return Answer("".join(self._texts), self.reason, self._entries, self.redrawn_from)
 
     def _take(self, text: str) -> None:
         self._texts.append(text)

@@ -151,9 +151,11 @@ class Model(Section, frozen=True):
 
 
 class FrontendConfig(Section, frozen=True):
-    """`labels`: of the nodes that may hold frontends and Control; none: any node."""
+    """`labels`: of the nodes that may hold frontends and Control; none: any node. `max_per_node`: frontends
+    that one node may hold, so that its loss does not take all; null: any number."""
 
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    max_per_node: Positive | None = None
     replicas: Positive = 1
     max_replicas: Positive | None = None  # the planner may grow them to this; null: it leaves them alone
     max_inflight: Positive = 1024  # requests, of one frontend

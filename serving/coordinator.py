@@ -39,7 +39,7 @@ from serving.wire import STEP, Ended, FrontendReport, Step, unpack_u32, unpack_u
 
 log = logging.getLogger("kvrelay.coordinator")
 
-MAX_PLACEMENTS = 4  # a request is placed at most this often
+MAX_TRIES = 4  # placements of a request without a token decoded between them
 MOST_FAILED_STEPS = 2  # engines that raised over a request: then it is the request
 
 
@@ -56,7 +56,10 @@ class Coordinator:
         max_inflight: int,
         metrics: FrontendMetrics,
         clock: Callable[[], float],
+        seeded_resume: bool = True,
     ) -> None:
+        """`seeded_resume`: the engines draw the same tokens again after a resume."""
+        self._seeded_resume = seeded_resume
         self._workers = workers
         self._deadlines = deadlines
         self._max_inflight = max_inflight
@@ -248,6 +251,7 @@ class Coordinator:
             self._prompt_computed(run, now)
         elif run.stage is not Stage.DECODE:
             run.enter(Stage.DECODE, now)
+            run.tries = 0
         run.last_s = now
         run.sent.extend(tokens)
         run.pending = []
@@ -346,17 +350,24 @@ class Coordinator:
         run.final = None
         self._drop_attempts(run)
         run.early.clear()
-        if run.placements >= MAX_PLACEMENTS or not self._budget.spend(now):
-            self._metrics.retries_refused.inc(
-                labels=("limit" if run.placements >= MAX_PLACEMENTS else "budget",)
-            )
+        run.info.resumes += 1
+        if run.sent and not self._seeded_resume and not run.request.params.is_greedy:
+            run.info.redrawn_from = run.info.redrawn_from or len(run.sent)
+        if run.tries >= MAX_TRIES or not self._budget.spend(now):
+            self._metrics.retries_refused.inc(labels=("limit" if run.tries >= MAX_TRIES else "budget",))
             self._fail(run, error)
             return
+        run.enter(Stage.QUEUE, now)
+        self._go_on(run, error, now)
+
+    def _go_on(self, run: Run, error: Unavailable, now: float) -> None:
+        """Place it, or wait: what was accepted is not given up because no worker is there just now."""
         try:
             self._placer.place(run, now)
         except NoWorker:
-            self._fail(run, error)
+            run.waits_after = error
         else:
+            run.waits_after = None
             self._metrics.resumes.inc()
 
     def _count_failure(self, worker: str, now: float) -> None:
@@ -398,6 +409,13 @@ class Coordinator:
             if now > run.deadline_s:
                 self._metrics.deadlines.inc(labels=("request",))
                 self._fail(run, DeadlineExceeded("the request's deadline passed"))
+                continue
+            if run.waits_after is not None:
+                if self._late(run, now) is None:
+                    self._go_on(run, run.waits_after, now)
+                else:
+                    self._metrics.deadlines.inc(labels=(Stage.QUEUE.value,))
+                    self._fail(run, run.waits_after)
                 continue
             move = run.move
             if move and not move.left and (now - move.since_s) * 1e3 > self._deadlines.transfer_ms:

@@ -109,6 +109,7 @@ class FrontendHost:
                     max_inflight=config.frontend.max_inflight,
                     metrics=metrics,
                     clock=clock,
+                    seeded_resume=served[model.name].capabilities.seeded_resume,
                 )
                 self.variants[model.name, variant.name] = VariantLinks(
                     name=f"{model.name}/{variant.name}",

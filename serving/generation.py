@@ -31,11 +31,19 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class GenerationInfo:
-    """Known when the first token is out; what `usage` and the response headers need."""
+    """Known when the first token is out; what `usage` and the response headers need.
+
+    Attributes:
+        resumes: how often it went on elsewhere after a fault.
+        redrawn_from: the number of tokens after which a resume was another draw, of an engine without
+            seeded resume; None: the answer is as if nothing had happened.
+    """
 
     cached_tokens: int = 0
     prefill_worker: str | None = None
     decode_worker: str | None = None
+    resumes: int = 0
+    redrawn_from: int | None = None
 
 
 class Sink(Protocol):

@@ -56,6 +56,7 @@ class Placer:
         self._metrics.decision.observe(perf_counter() - began_s)
         self._note(run, choice)
         run.placements += 1
+        run.tries += 1
         run.info.prefill_worker = choice.prefill or choice.decode
         run.info.decode_worker = choice.decode
         pull = self._pull(choice) if run.placements == 1 else None  # a resume takes no chances

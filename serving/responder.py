@@ -172,6 +172,10 @@ class Choice(ABC):
         self.ended = False
         self.reason: FinishReason | None = None
 
+    @property
+    def redrawn_from(self) -> int | None:
+        return None if self.ticket is None else self.ticket.info.redrawn_from
+
     def on_tokens(self, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
         if self.ended or not tokens:
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from serving.engine.base import FinishReason, Mode, TokenLogprobs
+from serving.errors import Unavailable
 from serving.generation import GenerationInfo, GenerationRequest, Sink
 from serving.wire import WIRE_VERSION, Message
 
@@ -80,6 +81,8 @@ class Run:
         "stage",
         "stage_s",
         "started_s",
+        "tries",
+        "waits_after",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +95,8 @@ class Run:
         self.failed_on: set[str] = set()
         self.failed_steps = 0  # engines that raised while they computed it
         self.placements = 0
+        self.tries = 0  # placements since a token was decoded
+        self.waits_after: Unavailable | None = None  # why it was taken back, while no worker is there
         self.predicted_ttft_s: float | None = None  # by the router, at the last placement
         self.sent: array[int] = array("I")  # generated tokens the sink already has
         self.next_position = 0

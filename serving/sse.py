@@ -95,9 +95,10 @@ class ChunkWriter:
         self._text_offset += len(text)
         return self._event(self._text_delta(text), logprobs, None)
 
-    def finish(self, reason: FinishReason) -> bytes:
+    def finish(self, reason: FinishReason, redrawn_from: int | None = None) -> bytes:
+        """`redrawn_from`: see GenerationInfo; it is said when there is something to say."""
         empty: dict[str, Any] = {"delta": {}} if self._envelope.endpoint is Endpoint.CHAT else {"text": ""}
-        return self._event(empty, None, reason)
+        return self._event({**empty, **redrawn(redrawn_from)}, None, reason)
 
     def _text_delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}} if self._envelope.endpoint is Endpoint.CHAT else {"text": text}
@@ -110,6 +111,11 @@ class ChunkWriter:
         if self._with_usage:
             chunk["usage"] = None
         return event(chunk)
+
+
+def redrawn(from_token: int | None) -> dict[str, Any]:
+    """A field of the choice that marks a resumed answer which is another draw from there on."""
+    return {} if from_token is None else {"kvrelay_redrawn_from": from_token}
 
 
 def usage_event(envelope: Envelope, usage: Usage) -> bytes:
@@ -131,6 +137,7 @@ class Answer:
     text: str
     reason: FinishReason
     logprobs: list[LogprobEntry] | None
+    redrawn_from: int | None = None
 
 
 def response_body(envelope: Envelope, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -142,6 +149,7 @@ def response_body(envelope: Envelope, answers: Sequence[Answer], usage: Usage) -
         content: dict[str, Any] = {"text": answer.text}
         if envelope.endpoint is Endpoint.CHAT:
             content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        content |= redrawn(answer.redrawn_from)
         choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": answer.reason})
     return orjson.dumps({**envelope.to_json(chunk=False), "choices": choices, "usage": usage.to_json()})
 

@@ -27,6 +27,7 @@ from serving.kv.peer_link import PeerLinks
 from serving.kv.reader import KvReader
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
+from serving.load_report import load_report
 from serving.metrics import Registry
 from serving.outbox import Outbox, Outgoing
 from serving.submitted import read_submit
@@ -434,21 +435,7 @@ class WorkerHost:
         if load is None or now - self._load_sent_s < LOAD_PERIOD_S:
             return None
         self._load_sent_s = now
-        blocks = load.blocks
-        moves = self.reader.take_moves()
-        return LoadReport(
-            step=load.step,
-            running=load.running,
-            waiting=load.waiting,
-            waiting_tokens=load.waiting_tokens,
-            free_blocks=blocks.free + blocks.cached,
-            total_blocks=blocks.total,
-            step_ms=load.step_ms,
-            role=self.role,
-            moves=moves.count,
-            moved_tokens=moves.tokens,
-            move_ms=moves.ms,
-        )
+        return load_report(load, self.role, self.reader.take_moves())
 
     def _on_snapshot(self, link: Link, runs: list[StoredRun]) -> None:
         """On the engine's thread."""

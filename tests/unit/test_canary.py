@@ -105,7 +105,7 @@ async def test_a_worker_whose_canaries_fail_takes_nothing_more_and_asks_to_be_re
         else:
             fail_steps(bad, monkeypatch)
         await until(lambda: bad.host.canary.unfit, LONG_S)
-        assert value(bad, "canary_failures") >= 3
+        assert value(bad, "canary_failures") >= (3 if how == "hangs" else 1)
         assert value(bad, "worker_ill") == 1
         links = app.frontends[0].variants["tiny", "main"]
         await until(lambda: links.pools()["decode"] == 1, LONG_S)
@@ -113,22 +113,19 @@ async def test_a_worker_whose_canaries_fail_takes_nothing_more_and_asks_to_be_re
         body = await health(app)
         assert body["status"] == "degraded"
         (reason,) = body["ill"].values()
-        assert "canaries in a row failed" in reason
-        assert ("no answer within" if how == "hangs" else "illegal memory access") in reason
-        with pytest.raises(EngineDied, match="canaries"):
+        told = "canaries in a row failed: no answer within" if how == "hangs" else "illegal memory access"
+        assert told in reason
+        with pytest.raises(EngineDied, match=told):
             bad.host.check_alive()
         good.host.check_alive()
         for n in range(5):
             assert (await app.complete(prompt(30, n))).n_tokens == right.n_tokens
         if how == "hangs":  # it comes to itself before it was replaced
             release.set_result(None)
-            await asyncio.sleep(0)
-        else:
-            monkeypatch.undo()
-        await until(lambda: not bad.host.canary.unfit, LONG_S)
-        bad.host.check_alive()
-        await until(lambda: links.pools()["decode"] == 2, LONG_S)
-        await until(lambda: not links.ills(), LONG_S)
+            await until(lambda: not bad.host.canary.unfit, LONG_S)
+            bad.host.check_alive()
+            await until(lambda: links.pools()["decode"] == 2, LONG_S)
+            await until(lambda: not links.ills(), LONG_S)
 
 
 async def test_it_is_replaced_only_once_its_requests_are_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +160,6 @@ async def test_attempts_that_fail_without_a_step_call_for_a_canary_at_once(
         canary = worker.host.canary
         canary.on_step(StepOutput(load_of(worker, free=5), failed=[Failed(1, "boom")]))  # type: ignore[arg-type]
         await until(lambda: canary.unfit, LONG_S)
-        monkeypatch.undo()
-        await until(lambda: not canary.unfit, LONG_S)
 
 
 # ---------------------------------------------------------------- blocks

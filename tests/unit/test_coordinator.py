@@ -9,7 +9,7 @@ import pytest
 from kvrouter.policy_router import build_router
 from kvrouter.router import WorkerView
 from serving.config import Deadlines
-from serving.coordinator import MAX_PLACEMENTS, Coordinator
+from serving.coordinator import MAX_TRIES, Coordinator
 from serving.engine.base import FinishReason, Mode, SamplingParams
 from serving.errors import DeadlineExceeded, EngineFailure, NoWorker, Overloaded, WorkerLost
 from serving.frontend_metrics import FrontendMetrics
@@ -63,13 +63,13 @@ class Bench:
         self.router.remove_worker(ident)
         self.coordinator.on_worker_lost(ident)
 
-    def start(self, max_tokens: int = 4, logprobs: int | None = None):
+    def start(self, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 1.0):
         sink = CollectedText()
         request = GenerationRequest(
             "r",
             "m",
             array("I", [1, 2, 3]),
-            SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs),
+            SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs, temperature=temperature),
         )
         return self.coordinator.start(request, sink), sink
 
@@ -212,7 +212,7 @@ def test_layout_error_reaches_client():
     """A hand-off that can never work ends the request with an error, in bounded tries."""
     bench = Bench()
     _, sink = bench.start()
-    for _ in range(MAX_PLACEMENTS):
+    for _ in range(MAX_TRIES):
         attempt = bench.submits("d0")[-1].attempt
         bench.coordinator.on_step(Step(ended=[Ended(attempt, "", "layouts differ", retryable=True)]))
     assert isinstance(sink.error, WorkerLost)

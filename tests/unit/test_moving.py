@@ -258,3 +258,78 @@ def test_a_silent_stream_is_a_failure_only_where_nothing_waits() -> None:
         moving.bench.coordinator.sweep()
         assert moving.run.placements == placements
     assert moving.bench.coordinator._metrics.deadlines.value(("silence",)) == 1
+
+
+def test_a_stream_waits_for_a_worker_to_come_back() -> None:
+    bench = Bench(decode=1)
+    run, sink = bench.start()
+    bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    bench.tokens(bench.submits("d0")[0].attempt, 1, 11)
+    bench.lose("d0")
+    assert not run.ended
+    assert bench.coordinator.attempts_in_flight == 0
+    for _ in range(8):
+        bench.now += 0.25
+        bench.coordinator.sweep()
+    bench.add("d1", "decode")
+    bench.coordinator.sweep()
+    assert list(unpack_u32(bench.submits("p0")[-1].tokens)) == [1, 2, 3, 10, 11]
+    bench.tokens(bench.submits("p0")[-1].attempt, 2, 12)
+    bench.tokens(bench.submits("d1")[-1].attempt, 3, 13, ended="length")
+    assert (sink.tokens, run.info.resumes) == ([10, 11, 12, 13], 1)
+    bench.check_idle()
+
+
+def test_a_stream_does_not_wait_for_ever() -> None:
+    bench = Bench(decode=1)
+    run, sink = bench.start()
+    bench.lose("d0")
+    bench.now += 61
+    bench.coordinator.sweep()
+    assert run.ended
+    assert isinstance(sink.error, WorkerLost)
+    bench.check_idle()
+
+
+def test_a_hangup_while_it_waits_ends_it() -> None:
+    bench = Bench(decode=1)
+    run, _ = bench.start()
+    bench.lose("d0")
+    run.cancel()
+    bench.add("d1", "decode")
+    bench.coordinator.sweep()
+    assert bench.submits("d1") == []
+    bench.check_idle()
+
+
+def test_tries_count_anew_once_a_token_was_decoded() -> None:
+    bench = Bench(decode=8, max_inflight=100)
+    run, sink = bench.start(max_tokens=40)
+    for turn in range(8):  # a long stream may see many faults
+        (decode,) = run.decoding
+        prefill = bench.submits("p0")[-1]
+        bench.tokens(prefill.attempt, 2 * turn, 1)
+        bench.tokens(decode.ident, 2 * turn + 1, 2)
+        bench.lose(decode.worker)
+    assert sink.error is None
+    assert run.waits_after is not None  # nobody is left
+    run.cancel()
+    bench.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("seeded", "temperature", "marked"), [(True, 1.0, None), (False, 0.0, None), (False, 1.0, 3)]
+)
+def test_a_resume_that_is_another_draw_is_marked(
+    seeded: bool, temperature: float, marked: int | None
+) -> None:
+    bench = Bench(decode=2)
+    bench.coordinator._seeded_resume = seeded
+    run, _ = bench.start(temperature=temperature)
+    (decode,) = run.decoding
+    bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    bench.tokens(decode.ident, 1, 11, 12)
+    bench.lose(decode.worker)
+    assert run.info.redrawn_from == marked
+    run.cancel()
+    bench.check_idle()

@@ -82,6 +82,17 @@ def test_paused_goes_on(n_before: int) -> None:
     rig.assert_idle()
 
 
+def test_paused_and_back_before_the_next_step_takes_one_block() -> None:
+    rig = running(5)  # 24 tokens have KV: the next one needs a block
+    share(rig, 25)
+    rig.scheduler.pause(A)
+    rig.scheduler.resume(A)
+    rig.step()
+    assert rig.scheduler.load().blocks.used == 4
+    rig.run()
+    assert rig.told.tokens[A] == continuation(TOKENS, 30)
+
+
 @pytest.mark.parametrize(
     ("n_tokens", "most_tokens", "shared"),
     [

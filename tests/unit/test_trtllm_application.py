@@ -146,6 +146,8 @@ async def test_a_sampled_stream_goes_on_after_a_death_with_every_token_once() ->
         answer = await asked
         assert answer.n_tokens == N_TOKENS
         assert await resumes(app) == 1
+        (marked,) = [c for chunk in answer.reply.chunks for c in chunk["choices"] if c["finish_reason"]]
+        assert 30 <= marked["kvrelay_redrawn_from"] < N_TOKENS  # and the client is told
 
 
 async def test_prefill_dies_and_decode_computes_prompts() -> None:

@@ -329,7 +329,7 @@ class Source:
     async def __anext__(self) -> Any:
         item = next(self._now, StopAsyncIteration)
         if isinstance(item, BaseException) or item is StopAsyncIteration:
-            raise item  # type: ignore[misc]
+            raise item
         return item
 
 

@@ -79,7 +79,7 @@ class EventTranslator:
 
     def __init__(self, block_tokens: int) -> None:
         self.counts: Counter[str] = Counter()  # gaps, orphans, tails, windows, malformed
-        self.seen = 0  # stored events, of any kind
+        self.seen = 0  # whole blocks that were told as stored
         self.total_blocks: int | None = None  # on the GPU, as the engine announced it
         self._size = block_tokens
         self._ranks: dict[int, _Rank] = {}
@@ -168,7 +168,6 @@ class EventTranslator:
         if window < self._window:
             self.counts["windows"] += 1
         elif kind == "stored":
-            self.seen += 1
             self._store(rank, data)
         elif kind == "removed":
             for name in data["block_hashes"]:
@@ -197,6 +196,7 @@ class EventTranslator:
                 self.counts["tails"] += 1
                 rank.tails.add(name)
                 return  # nothing can follow it
+            self.seen += 1
             known = rank.blocks.get(name)
             if known is not None:  # told twice
                 above, namespace, at_root, run = known, rank.namespaces[name], False, None
