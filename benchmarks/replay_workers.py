@@ -62,6 +62,7 @@ class Report:
     moved_tokens: int = 0
     move_ms: float = 0.0
     queue: list[tuple[int, int, int]] | None = None
+    computed_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -113,6 +114,7 @@ class PrefillQueue:
         self._running: list[tuple[Job, float]] = []  # in this slice, and how many tokens of each
         self._slice_began_s = 0.0
         self._known_until_s = 0.0  # what came later is in no report yet
+        self.computed_tokens = 0.0  # in all
         self.slice_ms = 0.0  # of the last one that is done
         self.begun: list[Job] = []  # in that one
 
@@ -137,6 +139,7 @@ class PrefillQueue:
             if self._chunked and job.begun_s == self._slice_began_s:
                 self.begun.append(job)
             job.left_tokens -= n_tokens
+            self.computed_tokens += n_tokens
             hashes = job.request.hashes
             if job.left_tokens <= 1e-6:
                 done.append(job)

@@ -209,7 +209,9 @@ class Replay:
         running = 0 if self._setup.separate else len(self._decodes[name])
         blocks = self._setup.blocks
         report = Report(
-            running, waiting, tokens, blocks, blocks, queue.slice_ms, queue=queue.queue(now_s)
+            *(running, waiting, tokens, blocks, blocks, queue.slice_ms),
+            queue=queue.queue(now_s),
+            computed_tokens=int(queue.computed_tokens),
         )
         for router in self._routers:
             router.on_load(name, report, now_s)

@@ -51,15 +51,17 @@ class _BusyPeriod:
     began_s: float = 0.0
     running: set[int] = field(default_factory=set)
     features: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    disturbed: bool = False  # by others' work of which too little is known: no sample
+    disturbed: bool = False  # by others' work, and nobody says how much: no sample
+    since_tokens: int | None = None  # all that the worker had computed when it began, if it says so
 
-    def add_others(self, before: dict[int, int], after: dict[int, int]) -> None:
-        """Others' prompts, with tokens left, in two reports: what was done between them took its time too."""
-        for attempt, tokens in before.items():
-            done = tokens - after.get(attempt, 0)
-            if done > 0:
-                n, all_tokens, pairs = self.features
-                self.features = (n, all_tokens + done, pairs + 0.5 * done * done)
+    def sample(self, computed_tokens: int | None) -> tuple[float, float, float] | None:
+        """The features of all that was computed in it, by whom ever; None when that is not known."""
+        n, tokens, pairs = self.features
+        if self.since_tokens is None or computed_tokens is None:
+            return None if self.disturbed else self.features
+        every = computed_tokens - self.since_tokens
+        # Others' prompts are taken to be like ours.
+        return (n * every / tokens, every, pairs * every / tokens) if every > 0 else None
 
 
 class WorkerLoad:
@@ -80,7 +82,8 @@ class WorkerLoad:
         self._report: LoadLike | None = None
         self._ended_since_report = 0
         self._others_tokens = 0
-        self._others: dict[int, int] = {}  # attempt -> tokens left, of prompts that are not ours
+        self._computed_tokens: int | None = None  # of prompts, since the worker began
+        self._computed_before: int | None = None  # in the report before
         self._period = _BusyPeriod()
         self._late_s: deque[float] = deque(maxlen=MOST_LATE)
 
@@ -111,7 +114,11 @@ class WorkerLoad:
         booking.prefill_ms = self.models.prefill.ms(uncached, booking.prompt_tokens)
         self._backlog.correct(attempt, booking.prefill_ms, now_s)
         if not self._period.running:
-            self._period = _BusyPeriod(now_s - self._step_s, disturbed=self._unknown_others)
+            self._period = _BusyPeriod(
+                now_s - self._step_s,
+                disturbed=self._others_tokens > 0,
+                since_tokens=self._computed_before,
+            )
         self._period.running.add(attempt)
 
     def computed(self, attempt: int, now_s: float) -> None:
@@ -131,9 +138,15 @@ class WorkerLoad:
         period.features = (n + 1, tokens + u, pairs + u * (context - 0.5 * u))
         if not period.running or period.features[0] >= PERIOD_PROMPTS:
             elapsed_ms = (now_s - period.began_s) * 1e3
-            if not period.disturbed:
-                self.models.prefill.linear.observe(period.features, elapsed_ms)
-            self._period = _BusyPeriod(now_s, period.running, disturbed=self._unknown_others)
+            sample = period.sample(self._computed_tokens)
+            if sample is not None:
+                self.models.prefill.linear.observe(sample, elapsed_ms)
+            self._period = _BusyPeriod(
+                now_s,
+                period.running,
+                disturbed=self._others_tokens > 0,
+                since_tokens=self._computed_tokens,
+            )
 
     def release(self, attempt: int) -> None:
         """Idempotent."""
@@ -171,6 +184,7 @@ class WorkerLoad:
     def report(self, report: LoadLike, now_s: float) -> None:
         """What the worker said of itself at about `now_s`."""
         self._report = report
+        self._computed_before, self._computed_tokens = self._computed_tokens, report.computed_tokens
         self._ended_since_report = 0
         arrived_s = now_s - ON_THE_WAY_S
         while self._recent and self.bookings[self._recent[0]].booked_s <= arrived_s:
@@ -202,7 +216,7 @@ class WorkerLoad:
         prefill = self.models.prefill
         named: set[int] = set()
         others: list[tuple[float, float]] = []
-        others_left: dict[int, int] = {}
+        others_tokens = 0
         for attempt, tokens, due_ms in queue:
             named.add(attempt)
             booking = self._computing.get(attempt)
@@ -212,23 +226,16 @@ class WorkerLoad:
                 self._backlog.correct(attempt, prefill.ms(tokens, booking.prompt_tokens), now_s)
             elif attempt not in self.bookings:
                 others.append((now_s + due_ms / 1e3, tokens * prefill.ms_per_token))
-                others_left[attempt] = tokens
+                others_tokens += tokens
         lump = max(waiting_tokens - sum(tokens for _, tokens, _ in queue), 0)
         if not lump:
             for booking in self._computing.values():
                 if booking.attempt not in named and booking.booked_s <= arrived_s - self._step_s:
                     self._backlog.correct(booking.attempt, 0.0, now_s)
-        self._period.add_others(self._others, others_left)
-        self._others = others_left
-        self._others_tokens = sum(others_left.values()) + lump
+        self._others_tokens = others_tokens + lump
         self._backlog.set_others(lump * prefill.ms_per_token, now_s, others)
-        if lump:
+        if self._others_tokens:
             self._period.disturbed = True
-
-    @property
-    def _unknown_others(self) -> bool:
-        """There is work of others of which no report will tell when it is done."""
-        return self._others_tokens > sum(self._others.values())
 
     @property
     def _step_s(self) -> float:

@@ -31,6 +31,7 @@ class LoadLike(Protocol):
     move_ms: float  # summed
     # Prompts to compute, soonest due first: attempt, tokens left, due in so many ms; None: it does not tell.
     queue: list[tuple[int, int, int]] | None
+    computed_tokens: int | None  # of prompts, since the worker began; None: it does not tell
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from planner.state import PoolState, State, VariantState, Want
 __all__ = ["decide"]
 
 FEWEST_SAMPLES = 8  # of the time models, before which they say nothing
-FLIP_PAUSE_S = 60.0  # after growth, in which no pool gives a worker to the other
+FLIP_PAUSE_S = 60.0  # after growth or a start, in which no pool gives a worker to the other
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,14 @@ def decide(
     decisions: dict[str, VariantDecision] = {}
     for name, demand in demands.items():
         decisions[name], states[name], free = _placed(
-            seen[name], demand, shared[name], states[name], settings, limits[name], free, now_s
+            seen[name],
+            demand,
+            shared[name],
+            state=states[name],
+            settings=settings,
+            own=limits[name],
+            free=free,
+            now_s=now_s,
         )
     frontends, wants = _frontends(observation, state, settings, states, now_s)
     reason = "; ".join(f"{name}: {d.reason}" for name, d in decisions.items())
@@ -79,9 +86,7 @@ def _demand(
 ) -> tuple[_Demand, VariantState]:
     lead_s = own.startup_s + settings.interval_s
     if seen.arrivals is not None and seen.window_s > 0:
-        state = replace(
-            state, forecast=record(state.forecast, seen.window_s, seen.arrivals, lead_s, now_s)
-        )
+        state = replace(state, forecast=record(state.forecast, seen.window_s, seen.arrivals, lead_s, now_s))
     if seen.arrivals or seen.queued or seen.decoding or state.last_request_s is None:
         state = replace(state, last_request_s=now_s)
     blind = _blind(seen)
@@ -99,7 +104,9 @@ def _demand(
     cost = sizer.cost(_bounded(sizer.cheapest(banded_rate, least), own))
     wants = (*(w for w in state.wants if w.at_s > now_s - settings.down_window_s), Want(now_s, cost))
     state = replace(state, wants=wants, since_s=now_s if state.since_s is None else state.since_s)
-    roles = _steady(sizer, held, least, (rate, banded_rate), state, settings, own, now_s)
+    roles = _steady(
+        sizer, held, least, (rate, banded_rate), state=state, settings=settings, own=own, now_s=now_s
+    )
     roles = _bounded(roles, own)
     why = f"{rate:.2f} requests/s"
     if rate > expected.rate * 1.001:
@@ -167,6 +174,7 @@ def _steady(
     held: Roles,
     least: Roles,
     rates: tuple[float, float],
+    *,
     state: VariantState,
     settings: Settings,
     own: VariantSettings,
@@ -179,15 +187,15 @@ def _steady(
     `rates`: the demand without and with the dead band.
     """
     rate, banded = rates
+    assert state.since_s is not None
     floor = max(held[0], least[0]), max(held[1], least[1])
     if not sizer.meets(held, rate) or floor != held:
-        if own.flips and now_s - state.grown_s >= FLIP_PAUSE_S:
+        if own.flips and now_s - max(state.grown_s, state.since_s) >= FLIP_PAUSE_S:
             flipped = sizer.cheapest(rate, least, near=held)
             spare = int(sizer.cost(held) - sizer.cost(flipped))
             if spare >= 0:
                 return _with_spare(flipped, spare, held)
         return sizer.cheapest(rate, floor)
-    assert state.since_s is not None
     if now_s - state.since_s < settings.down_window_s - settings.interval_s:
         return held
     most = max(want.cost for want in state.wants)
@@ -209,7 +217,8 @@ def _with_spare(roles: Roles, spare: int, held: Roles) -> Roles:
 def _placed(
     seen: VariantSeen,
     demand: _Demand,
-    roles: tuple[int, int],
+    roles: Roles,
+    *,
     state: VariantState,
     settings: Settings,
     own: VariantSettings,
@@ -224,7 +233,8 @@ def _placed(
     }
     state = replace(state, pools=pools)
     caps = [
-        pool.cap if pool.cap is not None and pool.cap_until_s > now_s else 1 << 30 for pool in pools.values()
+        pool.cap if pool.cap is not None and pool.cap_until_s > now_s else 1 << 30
+        for pool in pools.values()
     ]
     placed = place(roles, now, own, (caps[0], caps[1]))
     reason = demand.reason
@@ -232,7 +242,9 @@ def _placed(
         reason += f"; budget {settings.budget:g} allows {roles[0]}+{roles[1]}"
     for name, pool in pools.items():
         if pool.cap is not None and pool.cap_until_s > now_s:
-            reason += f"; {name} replicas were not placed within {settings.unplaced_s:g} s, not tried again yet"
+            reason += (
+                f"; {name} replicas were not placed within {settings.unplaced_s:g} s, not tried again yet"
+            )
     prefill, free = _affordable(placed.prefill, now.prefill, own.prefill.cost, free)
     decode, free = _affordable(placed.decode, now.decode, own.decode.cost, free)
     if (prefill, decode) != (placed.prefill, placed.decode):
@@ -291,4 +303,3 @@ def _frontends(
     wants = (*(w for w in state.frontends if w[0] > now_s - settings.down_window_s), (now_s, wanted))
     held = min(observation.frontends, max(want for _, want in wants))
     return min(max(wanted, held, settings.min_frontends), settings.max_frontends), wants
-

@@ -14,7 +14,7 @@ from planner.observation import Arrival, FittedTimes, PoolSeen, VariantSeen
 __all__ = ["MOST_ROWS", "RECENT_S", "Observer"]
 
 RECENT_S = 300.0  # of arrivals that are kept
-MOST_ROWS = 1500  # of them; when there are more, every second one is dropped and the rest count double
+MOST_ROWS = 1200  # of them; when there are more, every second one is dropped and the rest count double
 OUTPUTS = 512  # answers whose lengths are kept
 
 

@@ -83,9 +83,7 @@ def place(roles: Roles, now: Placed, settings: VariantSettings, caps: tuple[int,
     """
     prefill, decode = settings.prefill, settings.decode
     most = min(prefill.max_replicas, caps[0]), min(decode.max_replicas, caps[1])
-    loans = (
-        range(-roles[1], roles[0] + 1) if settings.flips and prefill.cost == decode.cost else range(1)
-    )
+    loans = range(-roles[1], roles[0] + 1) if settings.flips and prefill.cost == decode.cost else range(1)
     best: tuple[float, Placed] | None = None
     for lent in loans:
         replicas = (

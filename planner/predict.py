@@ -8,7 +8,7 @@ good predictor is cheaper, and a bad one is still safe.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from planner.predictors import PREDICTORS
 from planner.predictors.past import BIN_S, Past
@@ -27,7 +27,7 @@ LEAST_S = 15.0  # of seeing: a rate over less is taken as over this
 
 @dataclass(frozen=True, slots=True)
 class ForecastState:
-    past: Past = Past()
+    past: Past = field(default_factory=Past)
     ticks: tuple[tuple[float, float, float], ...] = ()  # (end, window, arrivals) of the last minutes
     open_arrivals: float = 0.0  # in the bin that is not full
     open_s: float = 0.0
@@ -48,7 +48,7 @@ def record(
     state: ForecastState, window_s: float, arrivals: int, lead_s: float, now_s: float
 ) -> ForecastState:
     """`arrivals` came in the `window_s` up to now."""
-    ticks = tuple(t for t in state.ticks if t[0] > now_s - LEVEL_S) + ((now_s, window_s, float(arrivals)),)
+    ticks = (*(t for t in state.ticks if t[0] > now_s - LEVEL_S), (now_s, window_s, float(arrivals)))
     state = replace(
         state,
         ticks=ticks,
@@ -59,7 +59,9 @@ def record(
     return _close_bin(state, lead_s, now_s) if state.open_s >= BIN_S else state
 
 
-def forecast(state: ForecastState, predictor: str, quantile: float, lead_s: float, now_s: float) -> Forecast:
+def forecast(
+    state: ForecastState, predictor: str, quantile: float, lead_s: float, now_s: float
+) -> Forecast:
     """At `now_s + lead_s`."""
     level = _level(state, now_s)
     known = PREDICTORS[predictor](state.past, lead_s, state.errors or {}) if state.past.bins else None
@@ -82,13 +84,11 @@ def _close_bin(state: ForecastState, lead_s: float, now_s: float) -> ForecastSta
     made = {}
     for name, predict in PREDICTORS.items():
         if name != "arima":  # costs too much to be made only to be compared
-            value = predict(past, lead_s, errors)
-            if value is not None:
-                made[name] = value
+            ahead = predict(past, lead_s, errors)
+            if ahead is not None:
+                made[name] = ahead
     pending.append((now_s + lead_s, made))
-    return replace(
-        state, past=past, open_arrivals=0.0, open_s=0.0, pending=tuple(pending), errors=errors
-    )
+    return replace(state, past=past, open_arrivals=0.0, open_s=0.0, pending=tuple(pending), errors=errors)
 
 
 def _headroom(errors: tuple[float, ...], quantile: float) -> float:
@@ -140,4 +140,3 @@ def _dispersion(ticks: tuple[tuple[float, float, float], ...]) -> float:
     if mean <= 0:
         return 1.0
     return max(sum((n - mean) ** 2 for n in counts) / len(counts) / mean, 1.0)
-

@@ -32,7 +32,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def tail(
-    servers: int, rate: float, service_s: float, wait_s: float, arrival_cv2: float, service_cv2: float
+    servers: int, rate: float, service_s: float, wait_s: float, *, arrival_cv2: float, service_cv2: float
 ) -> float:
     """P(W > wait_s) by the formula; rate per second."""
     load = rate * service_s
@@ -48,10 +48,11 @@ def tail(
 def late_share(
     arrivals: Sequence[tuple[float, float, float]], servers: int, growth: float, weight: int = 1
 ) -> float:
-    """Share of `arrivals` (at_s, service_s, allowed wait_s; in order) that wait longer than allowed.
+    """Share of `arrivals` that wait longer than allowed.
 
-    `growth` times the demand: gaps between arrivals are that much shorter. Each arrival stands for
-    `weight`: a part of the requests on the same part of the servers, which is on the safe side.
+    `arrivals`: (at_s from 0 on, service_s, allowed wait_s), in order. `growth` times the demand: gaps
+    between arrivals are that much shorter. Each arrival stands for `weight`: a part of the requests on the
+    same part of the servers, which is on the safe side.
     """
     if not arrivals:
         return 0.0
@@ -59,10 +60,13 @@ def late_share(
     slower = count * weight / servers  # a part of a server is a slow one
     free = [0.0] * count
     late = 0
-    begin = arrivals[0][0]
+    shorter = 1 / growth
     for at_s, service_s, allowed_s in arrivals:
-        now = (at_s - begin) / growth
-        start = max(free[0], now)
-        late += start - now > allowed_s
+        now = at_s * shorter
+        start = free[0]
+        if start <= now:
+            start = now
+        elif start - now > allowed_s:
+            late += 1
         heapq.heapreplace(free, start + service_s * slower)
     return late / len(arrivals)

@@ -16,78 +16,33 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
 from kvrouter.index import PrefixIndex
 from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import build_router
-from kvrouter.router import Choice, RouterRequest, WorkerView
-from planner.observation import Arrival, Decision, FittedTimes, Observation, PoolSeen, VariantDecision
+from kvrouter.router import RouterRequest, WorkerView
+from planner.observation import Arrival, FittedTimes, Observation, PoolSeen, VariantDecision
 from planner.observe import Observer
-from planner.sim_worker import EngineTimes, Job, SimWorker
+from planner.sim_setup import (
+    ROLES,
+    VARIANT,
+    Admit,
+    Policy,
+    Replica,
+    Sample,
+    SimSetup,
+    cost_of_leaving,
+    places,
+)
+from planner.sim_worker import Job, SimWorker
 from planner.workload import BLOCK_TOKENS, TraceRequest
 from serving.errors import NoWorker
 
-__all__ = ["Admit", "Cluster", "Policy", "Sample", "SimSetup"]
+__all__ = ["Cluster"]
 
-VARIANT = "main"
-ROLES = ("prefill", "decode")
 MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
-
-Admit = Callable[[Job, Choice, float], bool]  # False: refused
-
-
-class Policy(Protocol):
-    """What decides. `decide` is called every `interval_s`."""
-
-    interval_s: float
-
-    def decide(self, observation: Observation, now_s: float) -> Decision: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SimSetup:
-    times: EngineTimes
-    initial: tuple[int, int] = (1, 1)  # prefill, decode replicas that are ready at 0
-    startup_s: float = 60.0
-    startup_spread: float = 0.0  # relative, uniform
-    capacity: int | None = None  # workers that the cluster can place; None: any number
-    mean_time_to_failure_s: float | None = None  # of one worker
-    router: str = "ttft_regret"
-    local_prefill: bool = True
-    order: Order = Order.DEADLINE
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A replica and what is to become of it."""
-
-    ident: str
-    deployment: str
-    role: str
-    ordered_s: float
-    engine: SimWorker
-    state: str = "pending"  # pending | starting | ready | draining | gone
-    becomes: str | None = None  # the role it drains for
-    gone_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """At one tick."""
-
-    at_s: float
-    ready: tuple[int, int]  # by role, those that take requests
-    starting: int
-    draining: int  # those on the way to another role too
-    queued: int
-    decoding: int
-    targets: tuple[int, int]
-    reason: str
 
 
 class Cluster:
@@ -101,7 +56,7 @@ class Cluster:
         self.samples: list[Sample] = []
         self.scale_events = 0
         self.failures = 0
-        self.workers: dict[str, _Worker] = {}
+        self.workers: dict[str, Replica] = {}
         self.end_s = 0.0
         self._index = PrefixIndex()
         self._router = build_router(
@@ -116,6 +71,7 @@ class Cluster:
         self._events: list[tuple[float, int, str, Any]] = []
         self._number = 0
         self._planned: dict[str, float] = {}  # worker -> its event that counts
+        self._live: dict[int, Job] = {}  # by attempt, those on a worker
         self._held: deque[Job] = deque()  # nobody can take them now
         self._attempts = 0
         self._last: VariantDecision | None = None
@@ -150,7 +106,7 @@ class Cluster:
                 if request is not None or self._router.in_flight or self._held:
                     self._tick(now_s)
             elif kind == "moved":
-                self._on_moved(*what, now_s)
+                self._on_moved(what[0], what[1], now_s)
             elif kind == "ready":
                 if self.workers[what].state == "starting":
                     self._become_ready(self.workers[what], now_s)
@@ -167,8 +123,7 @@ class Cluster:
     # ------------------------------------------------------------ requests
 
     def _arrive(self, request: TraceRequest) -> None:
-        self._attempts += 2
-        job = Job(self._attempts, request, request.prompt_tokens, max(request.output_tokens, 1))
+        job = Job(request, request.prompt_tokens, max(request.output_tokens, 1))
         self.jobs.append(job)
         self._place(job, request.arrival_s, first=True)
 
@@ -192,8 +147,10 @@ class Cluster:
             if self.admit is not None and not self.admit(job, choice, now_s):
                 job.rejected = True
                 return
-        job.held_s = now_s
+        self._attempts += 2
+        job.attempt, job.stage = self._attempts, "prefill"
         job.prefill, job.decode = choice.prefill or choice.decode, choice.decode
+        self._live[job.attempt] = job
         self._router.book(job.attempt, job.prefill, wanted, now_s)
         if choice.prefill is not None:
             self._router.book(job.attempt + 1, job.decode, wanted, now_s)
@@ -201,7 +158,7 @@ class Cluster:
         worker.engine.submit(job, now_s)
         self._after(worker, now_s)
 
-    def _after(self, worker: _Worker, now_s: float) -> None:
+    def _after(self, worker: Replica, now_s: float) -> None:
         """Something changed on the worker: say what began, plan its next event, let it go if it may."""
         for job in worker.engine.begun:
             self._router.begun(job.attempt, job.cached_tokens or 0, now_s)
@@ -215,7 +172,7 @@ class Cluster:
             self._planned[worker.ident] = at_s
             self._push(at_s, "worker", worker.ident)
 
-    def _on_worker(self, worker: _Worker, now_s: float) -> None:
+    def _on_worker(self, worker: Replica, now_s: float) -> None:
         computed, ended = worker.engine.advance(now_s)
         for job in computed:
             self._router.computed(job.attempt, now_s)
@@ -225,8 +182,10 @@ class Cluster:
             if job.left_tokens <= 1:
                 self._finish(job, now_s)
             elif job.decode == worker.ident:
+                job.stage = "decode"
                 worker.engine.hand_over(job, now_s)
             else:
+                job.stage = "moving"
                 self._push(now_s + self.setup.times.move_ms / 1e3, "moved", (job, job.attempt))
         for job in ended:
             self._finish(job, now_s)
@@ -236,6 +195,11 @@ class Cluster:
         if job.attempt != attempt:
             return  # it was resumed elsewhere meanwhile
         worker = self.workers[job.decode]
+        if worker.state == "gone":
+            self._release(job)
+            self._resume(job, None, now_s)
+            return
+        job.stage = "decode"
         self._router.release(job.attempt)
         worker.engine.hand_over(job, now_s)
         self._after(worker, now_s)
@@ -243,8 +207,7 @@ class Cluster:
 
     def _finish(self, job: Job, now_s: float) -> None:
         job.finished_s = now_s
-        self._router.release(job.attempt)
-        self._router.release(job.attempt + 1)
+        self._release(job)
         self.observer.finished(job.request.prompt_tokens, job.request.output_tokens)
 
     def _let_go(self, ident: str, now_s: float) -> None:
@@ -254,10 +217,10 @@ class Cluster:
 
     # ------------------------------------------------------------ workers
 
-    def _order(self, deployment: str, now_s: float) -> _Worker:
+    def _order(self, deployment: str, now_s: float) -> Replica:
         ident = f"{deployment[0]}{len(self.workers)}"
         engine = SimWorker(ident, self.setup.times, self.setup.order, self._on_stored)
-        worker = _Worker(ident, deployment, deployment, now_s, engine)
+        worker = Replica(ident, deployment, deployment, now_s, engine)
         self.workers[ident] = worker
         return worker
 
@@ -273,7 +236,7 @@ class Cluster:
                 spread = 1 + self.setup.startup_spread * self._random.uniform(-1, 1)
                 self._push(now_s + self.setup.startup_s * spread, "ready", worker.ident)
 
-    def _become_ready(self, worker: _Worker, now_s: float) -> None:
+    def _become_ready(self, worker: Replica, now_s: float) -> None:
         worker.state = "ready"
         self._show(worker, draining=False)
         if self.setup.mean_time_to_failure_s is not None:
@@ -281,7 +244,7 @@ class Cluster:
             self._push(now_s + lives_s, "fail", worker.ident)
         self._place_held(now_s)
 
-    def _show(self, worker: _Worker, *, draining: bool) -> None:
+    def _show(self, worker: Replica, *, draining: bool) -> None:
         times = self.setup.times
         blocks = times.cache_blocks if worker.role == "prefill" else times.kv_tokens // BLOCK_TOKENS
         self._router.add_worker(
@@ -292,9 +255,9 @@ class Cluster:
         for _ in range(len(self._held)):
             self._place(self._held.popleft(), now_s)
 
-    def _drained(self, worker: _Worker, now_s: float) -> None:
-        if any(booked in (worker.ident,) for booked in self._booked(worker)):
-            return
+    def _drained(self, worker: Replica, now_s: float) -> None:
+        if self._router.load_of(worker.ident).bookings:
+            return  # a prompt that is to be decoded here computes elsewhere
         if worker.state == "draining":
             worker.state, worker.gone_s = "gone", now_s
             self._router.remove_worker(worker.ident)
@@ -305,54 +268,37 @@ class Cluster:
             self._show(worker, draining=False)
             self._place_held(now_s)
 
-    def _booked(self, worker: _Worker) -> list[str]:
-        """Requests on their way to it keep it from leaving: prompts that another worker computes for it."""
-        return [worker.ident] if self._router.load_of(worker.ident).bookings else []
-
-    def _fail(self, worker: _Worker, now_s: float) -> None:
+    def _fail(self, worker: Replica, now_s: float) -> None:
         """Its requests go on elsewhere, from prompt and what they have; a new replica takes its place."""
         if worker.state not in ("ready", "draining"):
             return
         self.failures += 1
-        leaving = worker.state == "draining"
-        lost = [job for job in self._in_flight() if worker.ident in (job.decode, job.prefill)]
-        here = {id(job) for job in worker.engine.jobs()}
+        lost = [job for job in self._live.values() if worker.ident in places(job)]
+        if worker.state == "ready":
+            self._order(worker.deployment, now_s)
         worker.state, worker.gone_s = "gone", now_s
         self._planned.pop(worker.ident, None)
         for job in lost:
-            other = self.workers[job.decode]
-            if job.decode != worker.ident and id(job) not in here:
-                continue  # its KV has been handed over, or is on its way from memory that was read
-            if other is not worker and id(job) not in here:
-                continue
-            self._router.release(job.attempt)
-            self._router.release(job.attempt + 1)
+            self._release(job)
         self._router.remove_worker(worker.ident)
+        self._place_pending(now_s)
         for job in lost:
-            if id(job) in here or job.decode == worker.ident:
-                self._resume(job, worker, id(job) in here, now_s)
-        if not leaving:
-            self._order(worker.deployment, now_s)
-            self._place_pending(now_s)
+            self._resume(job, worker.engine.emitted(job) if job.stage == "decode" else None, now_s)
 
-    def _resume(self, job: Job, failed: _Worker, was_here: bool, now_s: float) -> None:
-        if not was_here and job.first_token_s is None:
-            # Its prompt computes elsewhere for a decode worker that is gone: take it back.
-            self.workers[job.prefill].engine.drop(job, now_s)
-            self._after(self.workers[job.prefill], now_s)
-        emitted = 0
-        if job.first_token_s is not None:
-            emitted = failed.engine.emitted(job) if was_here and job.end_count else 1
-        self._attempts += 2
-        job.attempt = self._attempts
+    def _resume(self, job: Job, emitted: int | None, now_s: float) -> None:
+        """`emitted` None: no more than the first token, if that."""
+        if emitted is None:
+            emitted = 0 if job.first_token_s is None else 1
         job.context_tokens += emitted
         job.left_tokens = max(job.left_tokens - emitted, 1)
-        job.cached_tokens, job.end_count = None, 0.0
+        job.cached_tokens = None
         job.resumed += 1
         self._place(job, now_s)
 
-    def _in_flight(self) -> list[Job]:
-        return [job for job in self.jobs if job.finished_s is None and not job.rejected]
+    def _release(self, job: Job) -> None:
+        self._router.release(job.attempt)
+        self._router.release(job.attempt + 1)
+        self._live.pop(job.attempt, None)
 
     # ------------------------------------------------------------ planner
 
@@ -377,11 +323,9 @@ class Cluster:
         )
         self._push(now_s + self.policy.interval_s, "tick", None)
 
-    def _ready(self, role: str) -> list[_Worker]:
+    def _ready(self, role: str) -> list[Replica]:
         return [
-            w
-            for w in self.workers.values()
-            if w.state == "ready" and w.role == role and w.becomes is None
+            w for w in self.workers.values() if w.state == "ready" and w.role == role and w.becomes is None
         ]
 
     def _observe(self, now_s: float) -> Observation:
@@ -430,13 +374,13 @@ class Cluster:
             ]
             for _ in range(target - len(own)):
                 self._order(name, now_s)
-            for worker in sorted(own, key=_cost_of_leaving)[: max(len(own) - target, 0)]:
+            for worker in sorted(own, key=cost_of_leaving)[: max(len(own) - target, 0)]:
                 self._leave(worker, now_s)
         self._lend("decode", "prefill", max(decision.lent, 0), now_s)
         self._lend("prefill", "decode", max(-decision.lent, 0), now_s)
         self._place_pending(now_s)
 
-    def _leave(self, worker: _Worker, now_s: float) -> None:
+    def _leave(self, worker: Replica, now_s: float) -> None:
         if worker.state in ("pending", "starting"):
             worker.state, worker.gone_s = "gone", now_s
             return
@@ -449,12 +393,12 @@ class Cluster:
         ready = [w for w in self.workers.values() if w.deployment == deployment and w.state == "ready"]
         away = [w for w in ready if (w.becomes or w.role) == role]
         home = [w for w in ready if (w.becomes or w.role) != role]
-        for worker in sorted(home, key=_cost_of_leaving)[: max(count - len(away), 0)]:
+        for worker in sorted(home, key=cost_of_leaving)[: max(count - len(away), 0)]:
             self._turn(worker, role, now_s)
-        for worker in sorted(away, key=_cost_of_leaving)[: max(len(away) - count, 0)]:
+        for worker in sorted(away, key=cost_of_leaving)[: max(len(away) - count, 0)]:
             self._turn(worker, deployment, now_s)
 
-    def _turn(self, worker: _Worker, role: str, now_s: float) -> None:
+    def _turn(self, worker: Replica, role: str, now_s: float) -> None:
         if worker.role == role:  # it was on its way: it stays after all
             worker.becomes = None
             self._show(worker, draining=False)
@@ -474,8 +418,3 @@ class Cluster:
         self._index.store(name, parent, list(chain[first_new:]))
         if evicted:
             self._index.remove(name, evicted)
-
-
-def _cost_of_leaving(worker: _Worker) -> tuple[bool, bool, float]:
-    """Who has not begun goes first, then who has least to do."""
-    return worker.state != "pending", worker.state != "starting", worker.engine.queued + worker.engine.batch

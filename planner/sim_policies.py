@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from planner.decide import decide
 from planner.observation import Decision, FittedTimes, Observation, VariantDecision, VariantSeen
 from planner.settings import Settings, Targets
-from planner.sim_cluster import VARIANT
+from planner.sim_setup import VARIANT
 from planner.state import State
 
-__all__ = ["MeanThroughput", "Planner", "RequestCount", "Static", "mean_pools"]
+__all__ = ["MeanThroughput", "Means", "Planner", "RequestCount", "Static", "mean_pools"]
 
 
 class Planner:
@@ -46,7 +46,7 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class _Means:
+class Means:
     """Averages over an interval: all that a mean-based rule looks at."""
 
     rps: float
@@ -61,28 +61,30 @@ class MeanThroughput:
         replicas = max(ceil(headroom * predicted_rps / engine_rps), minimum)
 
     with the most requests per second that one engine takes within its targets at the mean lengths. Every
-    180 s; ARIMA from 5 points on, the last value before. It counts arrivals at the door here, which is kinder
-    to it than the completions that it counts by itself. `headroom` 1 is the rule as it stands.
+    180 s; ARIMA from 5 points on, the last value before. It counts arrivals at the door here, which is
+    kinder to it than the completions that it counts by itself. `headroom` 1 is the rule as it stands.
     """
 
     interval_s = 180.0
     MOST_NEW = 8  # replicas a tick
     FEWEST_POINTS = 5
 
-    def __init__(self, targets: Targets, initial: tuple[int, int], budget: int, headroom: float = 1.0) -> None:
+    def __init__(
+        self, targets: Targets, initial: tuple[int, int], budget: int, headroom: float = 1.0
+    ) -> None:
         self._targets = targets
         self._held = initial
         self._budget = budget
         self._headroom = headroom
-        self._seen: list[_Means] = []
+        self._seen: list[Means] = []
 
     def decide(self, observation: Observation, now_s: float) -> Decision:
         seen = observation.variants[VARIANT]
         means = _means(seen, now_s, self.interval_s)
         if means is None or seen.times is None:
-            return _decision(*self._held, "no metrics: hold")
+            return _decision(self._held[0], self._held[1], "no metrics: hold")
         self._seen.append(means)
-        predicted = _Means(
+        predicted = Means(
             *(
                 _next_value([getattr(m, key) for m in self._seen], self.FEWEST_POINTS)
                 for key in ("rps", "prompt", "uncached", "output")
@@ -124,7 +126,7 @@ class RequestCount:
         seen = observation.variants[VARIANT]
         means = _means(seen, now_s, 300.0)
         if seen.queued is None or seen.decoding is None or seen.times is None or means is None:
-            return _decision(*self._held, "no metrics: hold")
+            return _decision(self._held[0], self._held[1], "no metrics: hold")
         batch = best_batch(means, seen.times, self._targets.itl_ms)
         for role, (ongoing, target) in enumerate(
             ((seen.queued, self.PREFILL_TARGET), (seen.decoding, batch))
@@ -142,10 +144,12 @@ class RequestCount:
                 room = self._budget - self._held[1 - role]
                 self._held[role] = min(wanted, room)
                 self._since[role] = None
-        return _decision(*self._held, f"{seen.queued} + {seen.decoding} ongoing")
+        return _decision(self._held[0], self._held[1], f"{seen.queued} + {seen.decoding} ongoing")
 
 
-def mean_pools(means: _Means, times: FittedTimes, targets: Targets, headroom: float = 1.0) -> tuple[int, int]:
+def mean_pools(
+    means: Means, times: FittedTimes, targets: Targets, headroom: float = 1.0
+) -> tuple[int, int]:
     """What the mean demand needs when every request is average."""
     a, b, c = times.prefill
     prefill_ms = a + b * means.uncached + c * means.uncached * (means.prompt - 0.5 * means.uncached)
@@ -157,18 +161,18 @@ def mean_pools(means: _Means, times: FittedTimes, targets: Targets, headroom: fl
     return prefill, decode
 
 
-def best_batch(means: _Means, times: FittedTimes, itl_ms: float) -> float:
+def best_batch(means: Means, times: FittedTimes, itl_ms: float) -> float:
     """Largest batch of average sequences within the target; at least 1."""
     d, e, f = times.step
     return max((itl_ms - d) / (e + f * (means.prompt + 0.5 * means.output)), 1.0)
 
 
-def _means(seen: VariantSeen, now_s: float, window_s: float) -> _Means | None:
+def _means(seen: VariantSeen, now_s: float, window_s: float) -> Means | None:
     rows = [row for row in seen.recent if row.at_s >= now_s - window_s]
     if not rows or not seen.outputs or seen.recent_s <= 0:
         return None
     n = len(rows)
-    return _Means(
+    return Means(
         rps=n * seen.weight / min(window_s, seen.recent_s),
         prompt=sum(row.prompt_tokens for row in rows) / n,
         uncached=sum(row.uncached_tokens for row in rows) / n,

@@ -135,7 +135,7 @@ def draw(run: Cluster, criterion: Criterion, title: str, path: Path, row: Mappin
     load.fill_between(centres, counts / bin_s, step="mid", color=grey, alpha=0.35)
     load.plot(centres, counts / bin_s, color=grey, drawstyle="steps-mid", linewidth=1)
     load.set_ylabel("requests/s")
-    load.set_title(f"{title}\n{_headline(row)}", loc="left", fontsize=11)
+    load.set_title(f"{title}\n{_headline(row)}\n", loc="left", fontsize=11)
 
     at = np.array([sample.at_s for sample in run.samples]) / unit_s
     for role, (name, colour) in enumerate((("prefill", blue), ("decode", orange))):
@@ -146,14 +146,16 @@ def draw(run: Cluster, criterion: Criterion, title: str, path: Path, row: Mappin
             at, target, where="post", color=colour, linewidth=1, linestyle=":", label=f"{name}, target"
         )
     workers.set_ylabel("workers by role")
-    workers.legend(loc="upper right", ncols=2, fontsize=8, framealpha=0.9)
+    workers.yaxis.get_major_locator().set_params(integer=True)
+    cost.yaxis.get_major_locator().set_params(integer=True)
+    workers.legend(loc="lower right", ncols=2, fontsize=8, framealpha=0.9)
 
     jobs = [job for job in run.jobs if job.first_token_s is not None]
     arrivals = np.array([job.request.arrival_s for job in jobs])
     waits = np.array(
         [(job.first_token_s or 0.0) - job.request.arrival_s - job.first_own_ms / 1e3 for job in jobs]
     )
-    _band(ttft, centres, edges, arrivals, waits, blue)
+    _band(ttft, centres, edges, at=arrivals, values=waits, colour=blue)
     ttft.axhline(criterion.ttft_ms / 1e3, color=red, linestyle="--", linewidth=1.2, label="target")
     ttft.set_ylabel("TTFT minus\nown prefill, s")
     _limit(ttft, waits, criterion.ttft_ms / 1e3)
@@ -162,7 +164,7 @@ def draw(run: Cluster, criterion: Criterion, title: str, path: Path, row: Mappin
     pairs = [(job.request.arrival_s, v) for job in jobs if (v := mean_itl_ms(job)) is not None]
     times = np.array([pair[0] for pair in pairs])
     gaps = np.array([pair[1] for pair in pairs])
-    _band(itl, centres, edges, times, gaps, orange)
+    _band(itl, centres, edges, at=times, values=gaps, colour=orange)
     itl.axhline(criterion.itl_ms, color=red, linestyle="--", linewidth=1.2, label="target")
     itl.set_ylabel("mean ITL\nof a request, ms")
     _limit(itl, gaps, criterion.itl_ms)
@@ -200,7 +202,7 @@ def _headline(row: Mapping[str, Any]) -> str:
 
 
 def _band(
-    axis: Any, centres: np.ndarray, edges: np.ndarray, at: np.ndarray, values: np.ndarray, colour: str
+    axis: Any, centres: np.ndarray, edges: np.ndarray, *, at: np.ndarray, values: np.ndarray, colour: str
 ) -> None:
     """Median and 95th percentile in each bin."""
     where = np.digitize(at, edges) - 1

@@ -81,24 +81,23 @@ class BlockCache:
 class Job:
     """One request on its way."""
 
-    attempt: int
     request: TraceRequest
     context_tokens: int  # prompt, and what was generated before a worker failed
     left_tokens: int  # to generate
+    attempt: int = 0
+    stage: str = "prefill"  # prefill | moving | decode
     prefill: str = ""  # workers
     decode: str = ""
     due_s: float = 0.0
     cached_tokens: int | None = None  # found when its prefill began
     own_ms: float = 0.0  # T_prefill of the tokens it had to compute
     left_ms: float = 0.0
-    emitted: int = 0
     end_count: float = 0.0  # at which the batch's count of tokens ends it
     first_token_s: float | None = None
     finished_s: float | None = None
     first_own_ms: float = 0.0  # own_ms of the attempt that gave the first token
     resumed: int = 0
     rejected: bool = False
-    held_s: float = 0.0  # until it could be placed at all
 
 
 OnStored = Callable[[str, Sequence[int], int, list[int]], None]

@@ -19,9 +19,10 @@ from typing import Any
 from planner.observation import to_json
 from planner.predictors import PREDICTORS
 from planner.settings import PoolLimits, Settings, Targets, VariantSettings
-from planner.sim_cluster import VARIANT, Cluster, Policy, SimSetup
+from planner.sim_cluster import Cluster
 from planner.sim_policies import MeanThroughput, Planner, RequestCount, Static
 from planner.sim_report import Criterion, draw, summary
+from planner.sim_setup import VARIANT, Policy, SimSetup
 from planner.sim_worker import EngineTimes
 from planner.timing_profile import load_profile
 from planner.workload import TRACE_NAMES, TraceRequest, load_trace, made_up, traces_dir
@@ -29,8 +30,8 @@ from serving.errors import KVRelayError
 
 __all__ = ["H100", "settings_for", "simulate"]
 
-# Prefill of a 32B model on two H100 (20,480 tokens/s, linear). Step: least squares over the llama2-70b rows,
-# four H100, of the timings that splitwise-sim publishes (1.7 % mean error up to batch 64).
+# Prefill of a 32B model on two H100 (20,480 tokens/s, linear). Step: least squares over the llama2-70b
+# rows, four H100, of the timings that splitwise-sim publishes (1.7 % mean error up to batch 64).
 H100 = EngineTimes(prefill=(0.0, 1e3 / 20_480, 0.0), step=(28.9, 0.272, 7.86e-5))
 
 MADE_UP = "made-up"
@@ -120,7 +121,9 @@ def main(argv: list[str] | None = None) -> int:
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if args.prefill + args.decode > args.budget:
-        parser.error(f"--prefill and --decode start {args.prefill + args.decode} workers; --budget allows less")
+        parser.error(
+            f"--prefill and --decode start {args.prefill + args.decode} workers; --budget allows less"
+        )
     try:
         times = H100 if args.profile is None else _times_of(args.profile)
         requests = _requests(args)
@@ -199,7 +202,7 @@ def _times_of(path: str) -> EngineTimes:
 
 def _written(run: Cluster, row: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Arguments, summary, and every tick at which a target changed."""
-    changes = []
+    changes: list[dict[str, Any]] = []
     for sample in run.samples:
         if not changes or changes[-1]["targets"] != list(sample.targets):
             changes.append(to_json(sample))

@@ -144,7 +144,7 @@ class Sizer:
             return 0.0
         cv2 = sum((service - mean) ** 2 for _, service, _ in self._rows) / len(self._rows) / mean**2
         waits = sorted(wait for _, _, wait in self._rows)
-        return tail(servers, rate, mean, waits[len(waits) // 2], 1.0, max(cv2, 1.0))
+        return tail(servers, rate, mean, waits[len(waits) // 2], arrival_cv2=1.0, service_cv2=max(cv2, 1.0))
 
     def slow(self, workers: int, rate: float) -> float:
         """Share of requests whose ITL misses. 1 where KV or batch have no room."""
@@ -187,7 +187,9 @@ class Sizer:
     def _read_arrivals(self) -> None:
         """Those that no queue could save may wait for ever: more workers would not help them."""
         a, b, c = self._times.prefill
-        targets = {None: self._settings.targets, **self._settings.classes}
+        begin_s = self._seen.recent[0].at_s if self._seen.recent else 0.0
+        targets: dict[str | None, Targets] = {None: self._settings.targets}
+        targets.update(self._settings.classes)
         lost: dict[str | None, list[float]] = {}
         for row in self._seen.recent:
             u, prompt = row.uncached_tokens, row.prompt_tokens
@@ -197,13 +199,13 @@ class Sizer:
             if left_ms < 0:
                 lost.setdefault(name, []).append(own_ms)
                 left_ms = math.inf
-            self._rows.append((row.at_s, own_ms / 1e3, left_ms / 1e3))
+            self._rows.append((row.at_s - begin_s, own_ms / 1e3, left_ms / 1e3))
             self._classes.append(name)
         for name, missed in lost.items():
             share = len(missed) / self._classes.count(name)
             if len(self._rows) >= 10 and share > targets[name].allowed_misses:
                 self._unreachable.append(
-                    f"{name + ': ' if name else ''}TTFT target not reachable for {share:.0%} of the prompts;"
+                    f"{name + ': ' if name else ''}TTFT target not reachable for {share:.0%} of prompts;"
                     f" their prefill alone takes {min(missed):.0f} to {max(missed):.0f} ms"
                 )
 

@@ -69,9 +69,7 @@ def load_trace(
         raise FileNotFoundError(f"the trace {path} is missing; --traces DIR names another folder")
     rows = _mooncake_rows(path) if name in _MOONCAKE else _azure_rows(path)
     requests = sorted(rows, key=lambda request: request.arrival_s)[:limit]
-    return [
-        TraceRequest(r.arrival_s / speed, r.prompt_tokens, r.output_tokens, r.hashes) for r in requests
-    ]
+    return [TraceRequest(r.arrival_s / speed, r.prompt_tokens, r.output_tokens, r.hashes) for r in requests]
 
 
 def _mooncake_rows(path: Path) -> Iterator[TraceRequest]:

@@ -85,53 +85,51 @@ def _sequence_rows(pool: PoolCapacity) -> Iterator[str]:
     held, traffic = pool.capacity, pool.traffic
     answer = f" + {traffic.output_tokens:,} answer" if pool.role == "decode" else ""
     yield f"  sequences of {held.sequence_tokens:,} tokens (p99: {traffic.prompt_tokens:,} prompt{answer})"
-    wanted = (
-        f"{traffic.concurrency:,} over {traffic.workers} workers" if traffic.concurrency else "a full batch"
-    )
+    spread = f"{traffic.concurrency:,} over {traffic.workers} workers" if traffic.concurrency else ""
     binds = "<- binds"
-    yield _row("wanted", f"{held.wanted:,}", wanted)
+    yield _row("wanted", f"{held.wanted:,}", spread or "a full batch")
     yield _row("KV has room for", f"{held.sequences:,}")
     yield _row(
-        f"with {traffic.headroom:.0%} head-room",
+        f"with {_percent(traffic.headroom)} head-room",
         f"{held.sequences_with_headroom:,}",
         binds if held.binds == "KV memory" else "",
     )
     yield _row("max_batch", f"{held.max_batch:,}", binds if held.binds == "max_batch" else "")
-    yield _row("KV in use", f"{held.kv_use:.0%}", _use_note(held))
+    yield _row("KV in use", _percent(held.kv_use), _use_note(held))
     if held.step_floor_ms is not None:
-        yield _row(
-            "a decode step", f"{held.step_floor_ms:,.1f} ms", "at least: what it reads, over the bandwidth"
-        )
+        note = "or more: bytes read over bandwidth"
+        yield _row("a decode step", f"{held.step_floor_ms:,.1f} ms", note)
 
 
 def _use_note(held: Capacity) -> str:
     if held.kv_use > 0.9:
-        return "over 90 %: sequences will wait for blocks"
+        return "over 90 %: sequences will wait"
     if held.kv_use < 0.5:
-        return "under 50 %: the rest only caches prefixes"
+        return "under 50 %: the rest caches prefixes"
     return ""
 
 
 def _verdict(pool: PoolCapacity) -> str:
-    held = pool.capacity
+    held, wanted = pool.capacity, pool.traffic.concurrency
     if held.binds == "weights":
-        missing = -(
-            held.memory.kv
-            if held.memory and held.memory.kv <= 0
-            else held.memory.left
-            if held.memory
-            else 0
-        )
+        memory = held.memory
+        missing = 0 if memory is None else -(memory.kv if memory.kv <= 0 else memory.left)
         return f"  Does not fit: {missing / GIB:,.1f} GiB of each GPU are missing."
     if held.binds == "sequence length":
         return f"  Does not fit: a sequence of {held.sequence_tokens:,} tokens is beyond the context."
-    said = f"  Holds {held.holds:,} sequences a worker, {held.holds * pool.replicas:,} in {pool.replicas}; "
+    if not held.holds:
+        return f"  Does not fit: not one sequence of {held.sequence_tokens:,} tokens with head-room."
+    total = held.holds * pool.replicas
+    said = f"  Holds {held.holds:,} sequences a worker, {total:,} in the pool of {pool.replicas}: "
     if held.enough:
-        return said + f"{held.binds} binds."
-    if pool.traffic.concurrency is None:
-        return said + f"{held.binds} binds: max_batch {held.max_batch} is never reached."
-    needed = pool.workers_needed
-    return said + (f"{needed} workers are needed." if needed else "no number of workers is enough.")
+        return f"{said}{held.binds} binds."
+    if wanted is None:
+        return f"{said}KV memory binds,\n  max_batch {held.max_batch} is never reached."
+    return f"{said}{wanted:,} need {pool.workers_needed} workers."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _row(name: str, value: str, note: str = "") -> str:

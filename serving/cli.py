@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,11 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     capacity = commands.add_parser("capacity", help="what each pool of a configuration holds")
     capacity.add_argument("config", help="a file, or a shipped name")
     _add_sizing(capacity)
-    capacity.add_argument("--concurrency", type=int, help="p95 of sequences at once; default: full batches")
-    capacity.add_argument("--prompt-tokens", type=int, help="p99; default: the variant's limit, else 4096")
-    capacity.add_argument("--output-tokens", type=int, help="p99; default: 512")
+    count = _number(int, 1)
     capacity.add_argument(
-        "--headroom", type=float, default=20, help="per cent on top; default: %(default)s"
+        "--concurrency", type=count, help="p95 of sequences at once; default: full batches"
+    )
+    capacity.add_argument("--prompt-tokens", type=count, help="p99; default: 4096, or the variant's limit")
+    capacity.add_argument("--output-tokens", type=count, help="p99; default: 512")
+    capacity.add_argument("--headroom", type=_number(float, 0), default=20, help="per cent; default: 20")
+    capacity.add_argument(
+        "--reserve-gib",
+        type=_number(float, 0),
+        help="memory of a GPU for CUDA, graphs and NCCL; default: 2 or 3",
     )
     capacity.set_defaults(run=_capacity)
 
@@ -106,6 +112,22 @@ def _add_sizing(parser: argparse.ArgumentParser) -> None:
         help="config.json of a model whose weights are not on this machine",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def _number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
+    """An argparse type: a number of at least `least`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = least - 1
+        if not value >= least:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {what}, {least} or more")
+        return value
+
+    return parse
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -158,6 +180,7 @@ def _capacity(options: argparse.Namespace) -> int:
         prompt_tokens=options.prompt_tokens,
         output_tokens=options.output_tokens,
         headroom=options.headroom / 100,
+        reserve_gib=options.reserve_gib,
     )
     return run(options.config, said, as_json=options.json)
 

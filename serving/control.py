@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from ray import serve
 from ray.experimental import internal_kv
 
 from planner.connector import ServeConnector
+from planner.timing_profile import load_profile
 from serving.config import load_config
 from serving.control_host import ControlHost
 from serving.errors import ConfigError
@@ -55,8 +57,17 @@ class Control:
         )
         self._host.orders.restore(_stored(self._orders_key))
         self._address = await self._host.start(link_host(config.link))
+        times = {
+            (model.name, variant.name): load_profile(Path(variant.times)).times
+            for model in config.models
+            for variant in model.variants
+            if variant.times is not None
+        }
         self._planner = PlannerHost(
-            control=self._host, config=config, connector=ServeConnector(application_name())
+            control=self._host,
+            config=config,
+            connector=ServeConnector(application_name()),
+            times=times,
         )
         await self._planner.start()
 

@@ -335,6 +335,8 @@ class PlannerHost:
             "trouble": self._trouble,
             "budget": budget_of(self._config, self.live),
             "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
+            # Seconds from an order to a ready worker, the slowest of the last few; by variant, once seen.
+            "startup_s": {"/".join(key): round(max(s), 2) for key, s in self._startups.items() if s},
             "observation": shown,
             "decision": to_json(self._decision),
             "reason": self._decision.reason if self._decision is not None else None,

@@ -70,8 +70,8 @@ def parse_shapes(given: Sequence[str]) -> dict[str, Path]:
     """`FILE` for all models, `MODEL=FILE` for one."""
     shapes = {}
     for text in given:
-        model, found, file = text.rpartition("=")
-        shapes[model if found else ""] = Path(file)
+        model, found, file = text.partition("=")
+        shapes[model if found else ""] = Path(file if found else text)
     return shapes
 
 

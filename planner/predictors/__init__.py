@@ -1,4 +1,4 @@
-"""Predictors of the request rate, one a file: (past, lead_s, errors) -> rate per second, None if unknown."""
+"""Predictors of the request rate, one a file: (past, lead_s, errors) -> rate per second, None: unknown."""
 
 from __future__ import annotations
 

@@ -139,6 +139,7 @@ class LoadReport(msgspec.Struct, array_like=True):
     move_ms: Amount = 0.0  # summed
     # The first prompts to compute, soonest due first: attempt, tokens left, due in so many ms (since 2).
     queue: Annotated[list[tuple[U64, U64, int]], FEW] | None = None
+    computed_tokens: U64 | None = None  # of prompts, since this epoch began (since 2)
 
 
 class Step(Message, tag="step"):
