@@ -2,7 +2,7 @@
 
     python -m benchmarks.multi_node [--json] [--only NAME ...]
 
-Five hosts made of network namespaces (serving/local/namespaces.py; root): the head with two frontends,
+Six hosts made of network namespaces (serving/local/namespaces.py; root): two frontends, one on Ray's head,
 two prefill and two decode nodes. Models are simulated; KV, NIXL over TCP, Ray, Serve, HAProxy are real.
 `handoffs`: streams one after another; every byte that NIXL says it read must have left a prefill node by
 its cable. Then the faults of benchmarks/network_faults.py, each reported as benchmarks/faults.py does.
@@ -27,6 +27,7 @@ from benchmarks.fault_scenarios import UNDISTURBED
 from benchmarks.fault_verdict import Row, judge
 from benchmarks.network_faults import NETWORK_FAULTS, NODES, node_setup
 from benchmarks.report import Progress, print_report
+from serving.errors import KVRelayError
 from serving.local.namespaces import NamespaceCluster
 from serving.local.network import why_not
 
@@ -72,7 +73,7 @@ async def handoffs(app: App, reference: SimReference, count: int = HANDOFFS) -> 
 async def measure(names: list[str], progress: Progress) -> dict[str, Any]:
     began_s = time.monotonic()
     reference = SimReference()
-    progress.say("starting five nodes")
+    progress.say("starting six nodes")
     with NamespaceCluster(NODES) as cluster:
         report: dict[str, Any] = {"nodes": len(NODES), "up_s": round(time.monotonic() - began_s, 1)}
         began_s = time.monotonic()
@@ -87,7 +88,7 @@ async def measure(names: list[str], progress: Progress) -> dict[str, Any]:
             progress.say(f"{fault.name}: {fault.says}")
             try:
                 row = await run_fault(app, fault, reference, fault_asks(fault.tokens))
-            except (TimeoutError, RuntimeError, OSError) as error:  # the others still run
+            except (KVRelayError, RuntimeError, OSError) as error:  # the others still run
                 row = {"failed": f"{type(error).__name__}: {error}"}
             report["faults"][fault.name] = row
     reference.stop()

@@ -1,4 +1,4 @@
-"""Faults of hosts and of the network between them, and the cluster they need: one worker a host.
+"""Faults of hosts and of the network between them, and the cluster they need: one replica a host.
 
 They are `Fault`s as those of fault_scenarios.py, for an App on a NamespaceCluster of `NODES`.
 """
@@ -21,6 +21,7 @@ NO_PLACE_S = 10
 DRAIN = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(605 + NO_PLACE_S)}
 NODES: dict[str, dict[str, Any]] = {
     "head": {"labels": {"pool": "frontend"}},
+    "f": {"labels": {"pool": "frontend"}, "cpus": 1},
     "p1": {"labels": {"pool": "prefill"}, "cpus": 1},
     "p2": {"labels": {"pool": "prefill"}, "cpus": 1},
     "d1": {"labels": {"pool": "decode"}, "cpus": 1, "env": DRAIN},
@@ -36,14 +37,14 @@ LATE_PROMPT_TOKENS = 1500  # 6 MB of KV, which must cross the network while it i
 
 
 def node_setup(**fields: Any) -> Setup:
-    """Frontends and Control on the head, one worker on every other node."""
+    """A frontend on the head and one on `f`, Control on either, one worker on every other node."""
     plain = Setup(prefill=2, decode=2, frontends=2, **fields)
     variant = plain.variant
     for role in ("prefill", "decode"):
         variant[role] = {**variant[role], "max_replicas": 2, "cpus": WORKER_CPUS, "labels": {"pool": role}}
     return plain.changed(
         models=[{"name": MODEL, "variants": [variant]}],
-        frontend={"replicas": 2, "labels": {"pool": "frontend"}},
+        frontend={"replicas": 2, "max_per_node": 1, "labels": {"pool": "frontend"}},
     )
 
 
@@ -69,6 +70,13 @@ async def strike(
         await asyncio.to_thread(cluster.heal, victim)
 
 
+async def lose_frontend(scene: Scene) -> None:
+    """Its streams are cut: their clients ask again, and the other frontend answers."""
+    scene.struck_s = time.monotonic()
+    await asyncio.to_thread(cluster_of(scene.app).kill, "f")
+    await asyncio.sleep(NOTICED_S / 2)
+
+
 async def drain(scene: Scene) -> None:
     """As `systemctl stop` or a preStop hook: its streams move, then it ends by itself."""
     cluster = cluster_of(scene.app)
@@ -88,6 +96,12 @@ def come_back(app: App) -> None:
     for node in cluster.nodes:
         cluster.heal(node)
         cluster.start_node(node)
+
+
+def _deaf_to(cluster: NamespaceCluster, node: str) -> None:
+    """What `node` sends to frontends does not arrive."""
+    for peer in ("head", "f"):
+        cluster.cut(node, peer, one_way=True)
 
 
 def _cut_from_prefill(cluster: NamespaceCluster, node: str) -> None:
@@ -111,6 +125,14 @@ NETWORK_FAULTS = [
         where="nodes",
         restore=come_back,
     ),
+    Fault(
+        "frontend_node_lost",
+        "all processes of a frontend's node end; clients ask again",
+        lose_frontend,
+        where="nodes",
+        restore=come_back,
+        reconnect=True,
+    ),
     Fault("node_drained", "a decode node is asked to leave", drain, where="nodes", restore=come_back),
     Fault(
         "partition_5s",
@@ -122,9 +144,7 @@ NETWORK_FAULTS = [
     Fault(
         "one_way_5s",
         "frontends do not hear a decode node for 5 s, which hears them",
-        partial(
-            strike, begin=partial(NamespaceCluster.cut, peer="head", one_way=True), seconds=PARTITION_S
-        ),
+        partial(strike, begin=_deaf_to, seconds=PARTITION_S),
         where="nodes",
         restore=come_back,
     ),

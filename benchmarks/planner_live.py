@@ -3,9 +3,9 @@
     python -m benchmarks.planner_live [--json] [--real] [--quick]
 
 Load steps up and down on `sim` workers (with --real: on embedded workers with a real model) while the
-planner scales the pools through Serve. The same arrivals then go through the simulator, with the start-up time that
-was seen, and the replica targets of both are laid side by side: they agree at a tick if the simulator wants
-the same at that tick or at a neighbouring one.
+planner scales the pools through Serve. The same arrivals then go through the simulator, with the start-up
+time that was seen. Both agree at a tick if the simulator wants the same replicas at that tick or at a
+neighbouring one.
 """
 
 from __future__ import annotations

@@ -57,6 +57,12 @@ class Setup:
     frontends: int = 1  # that share the workers, each with a router of its own
     order: Order | None = None  # of all workers; None: as the policy wants it
     packed: bool = False  # prefill slices: see PrefillQueue
+    prior_factor: float = 1.0  # of the true times, that routers begin with; 1: they know them
+
+
+def first_models(factor: float) -> WorkerModels:
+    prefill, step = (0.0, factor * 1e3 / TOKENS_PER_S, 0.0), tuple(factor * term for term in STEP_MS)
+    return WorkerModels.from_priors(prefill=prefill, step=step, evidence=100 if factor == 1.0 else 0)
 
 
 class Replay:
@@ -76,9 +82,7 @@ class Replay:
                 seed=setup.seed + i,
                 frontends=setup.frontends,
                 caches=caches,
-                models=lambda: WorkerModels.from_priors(
-                    prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS
-                ),
+                models=lambda: first_models(setup.prior_factor),
                 order=order,
                 local=False,  # decode workers of the separate layout only decode, whatever the policy
             )

@@ -188,11 +188,15 @@ class WorkerModels:
         prefill: tuple[float, float, float] = (1.0, 0.05, 0.0),
         step: tuple[float, float, float] = (10.0, 0.1, 1e-5),
         move: tuple[float, float] = (1.0, 0.005),
+        evidence: int = 0,
     ) -> WorkerModels:
-        """From calibrated (a, b, c), (d, e, f) and (g, h)."""
-        return cls(
+        """From calibrated (a, b, c), (d, e, f) and (g, h), of so many samples."""
+        models = cls(
             PrefillModel(LinearModel(prefill)), StepModel(LinearModel(step)), MoveModel(LinearModel(move))
         )
+        for linear in models._linears():
+            linear.evidence = evidence
+        return models
 
     @property
     def samples(self) -> int:

@@ -26,7 +26,7 @@ from planner.state import PoolState, State, VariantState, Want
 __all__ = ["decide"]
 
 FEWEST_SAMPLES = 8  # of the time models, before which they say nothing
-FLIP_PAUSE_S = 60.0  # after growth or a start, in which no pool gives a worker to the other
+PAUSE_S = 60.0  # after growth or a start, in which no pool shrinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,13 +190,15 @@ def _steady(
     assert state.since_s is not None
     floor = max(held[0], least[0]), max(held[1], least[1])
     if not sizer.meets(held, rate) or floor != held:
-        if own.flips and now_s - max(state.grown_s, state.since_s) >= FLIP_PAUSE_S:
+        if own.flips and now_s - max(state.grown_s, state.since_s) >= PAUSE_S:
             flipped = sizer.cheapest(rate, least, near=held)
             spare = int(sizer.cost(held) - sizer.cost(flipped))
             if spare >= 0:
                 return _with_spare(flipped, spare, held)
         return sizer.cheapest(rate, floor)
     if now_s - state.since_s < settings.down_window_s - settings.interval_s:
+        return held
+    if now_s - state.grown_s < PAUSE_S:
         return held
     most = max(want.cost for want in state.wants)
     if most >= sizer.cost(held):

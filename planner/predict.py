@@ -8,6 +8,7 @@ good predictor is cheaper, and a bad one is still safe.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.predictors import PREDICTORS
@@ -54,7 +55,7 @@ def record(
         ticks=ticks,
         open_arrivals=state.open_arrivals + arrivals,
         open_s=state.open_s + window_s,
-        dispersion=_dispersion(state.ticks),  # without this tick: it may be the jump itself
+        dispersion=_dispersion([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
     )
     return _close_bin(state, lead_s, now_s) if state.open_s >= BIN_S else state
 
@@ -131,9 +132,8 @@ def _rate(
     return (count / span, span) if span > 0 else None
 
 
-def _dispersion(ticks: tuple[tuple[float, float, float], ...]) -> float:
-    """How clumped arrivals are: 1 for Poisson."""
-    counts = [arrivals for _, _, arrivals in ticks]
+def _dispersion(counts: Sequence[float]) -> float:
+    """How clumped the arrivals of past ticks are, before any jump that shows now: 1 for Poisson."""
     if len(counts) < 6:
         return 1.0
     mean = sum(counts) / len(counts)

@@ -86,26 +86,18 @@ def _share(met: Sequence[bool]) -> float | None:
 
 
 def anti_phase(run: Cluster) -> int:
-    """How often one role was told to shrink within a minute of the other one being told to grow."""
+    """How often one role was told to shrink within a minute after the other one was told to grow."""
     found = 0
-    grown: list[float | None] = [None, None]
-    shrunk: list[float | None] = [None, None]
+    grown = [-2 * ANTI_PHASE_S, -2 * ANTI_PHASE_S]
     before: tuple[int, int] | None = None
     for sample in run.samples:
         if before is not None:
             for role in (0, 1):
                 if sample.targets[role] > before[role]:
                     grown[role] = sample.at_s
+            for role in (0, 1):
                 if sample.targets[role] < before[role]:
-                    shrunk[role] = sample.at_s
-            if sample.targets != before:
-                found += any(
-                    (g := grown[1 - role]) is not None
-                    and (s := shrunk[role]) is not None
-                    and abs(g - s) <= ANTI_PHASE_S
-                    and sample.at_s == max(g, s)
-                    for role in (0, 1)
-                )
+                    found += sample.at_s - grown[1 - role] < ANTI_PHASE_S
         before = sample.targets
     return found
 

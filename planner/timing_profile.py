@@ -13,9 +13,10 @@ import msgspec
 
 from kvrouter.perf_model import WorkerModels
 from planner.observation import FittedTimes
+from serving.config import AppConfig
 from serving.errors import ConfigError
 
-__all__ = ["Profile", "Provenance", "check_profile", "load_profile", "save_profile"]
+__all__ = ["Profile", "Provenance", "check_profile", "load_profile", "load_profiles", "save_profile"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,16 @@ def load_profile(path: Path) -> Profile:
         raise ConfigError(
             f"planner profile = {str(path)!r}: {error}; allowed: what planner.profile writes"
         ) from None
+
+
+def load_profiles(config: AppConfig) -> dict[tuple[str, str], Profile]:
+    """Those of the variants that name one, by (model, variant). Raises ConfigError."""
+    return {
+        (model.name, variant.name): load_profile(Path(variant.times))
+        for model in config.models
+        for variant in model.variants
+        if variant.times is not None
+    }
 
 
 def check_profile(

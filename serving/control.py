@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +9,7 @@ from ray import serve
 from ray.experimental import internal_kv
 
 from planner.connector import ServeConnector
-from planner.timing_profile import load_profile
+from planner.timing_profile import load_profiles
 from serving.config import load_config
 from serving.control_host import ControlHost
 from serving.errors import ConfigError
@@ -57,12 +56,7 @@ class Control:
         )
         self._host.orders.restore(_stored(self._orders_key))
         self._address = await self._host.start(link_host(config.link))
-        times = {
-            (model.name, variant.name): load_profile(Path(variant.times)).times
-            for model in config.models
-            for variant in model.variants
-            if variant.times is not None
-        }
+        times = {key: profile.times for key, profile in load_profiles(config).items()}
         self._planner = PlannerHost(
             control=self._host,
             config=config,

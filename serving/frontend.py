@@ -10,6 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from planner.timing_profile import load_profiles
 from serving.config import load_config
 from serving.engine.factory import engine_capabilities, engine_context
 from serving.frontend_host import FrontendHost
@@ -70,6 +71,7 @@ class Frontend:
             key=link_key(config.link, application_name()),
             served=served,
             admin_key=admin_key,
+            profiles=load_profiles(config),
             id_is_echoed=True,  # by a middleware of Serve's
         )
         await self._host.start()

@@ -7,11 +7,13 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvrouter.deadline import Order
+from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import build_router
+from planner.timing_profile import Profile
 from serving.api import Api
 from serving.api_keys import ApiKeys
 from serving.config import AppConfig
@@ -65,7 +67,7 @@ class VariantGenerator:
 
 
 class FrontendHost:
-    """`start` and `stop` are a pair."""
+    """`start` and `stop` are a pair. `profiles`: by (model, variant), what times the router starts from."""
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class FrontendHost:
         key: bytes,
         served: dict[str, ServedModel],
         admin_key: bytes | None = None,
+        profiles: Mapping[tuple[str, str], Profile] | None = None,
         id_is_echoed: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -88,8 +91,10 @@ class FrontendHost:
             for variant in model.variants:
                 pools = {"prefill": variant.prefill, "decode": variant.decode}
                 self._wanted[model.name, variant.name] = {r for r, p in pools.items() if p.replicas > 0}
+                profile = profiles.get((model.name, variant.name)) if profiles is not None else None
                 router = build_router(
                     config.router.policy,
+                    models=WorkerModels if profile is None else profile.models,
                     regret_weight=config.router.regret_weight,
                     seed=me.epoch,
                     order=Order.DEADLINE,

@@ -191,7 +191,10 @@ class _Fixed:
 
     def collect(self) -> Iterable[Metric]:
         for family in self._families:
-            metric = Metric(family.name, family.help, family.type)
+            try:
+                metric = Metric(family.name, family.help, family.type)
+            except ValueError:  # no metric at all: one party's nonsense must not hide the others'
+                continue
             for sample in family.samples:
                 metric.add_sample(family.name + sample.suffix, sample.labels, sample.value)
             yield metric

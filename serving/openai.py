@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from serving.engine.base import SamplingParams
 from serving.errors import ContextLengthExceeded, InvalidRequest, UnsupportedFeature
+from serving.guided import read_guided
 from serving.messages import MessageBody, check_messages
 from serving.served_model import ServedModel
 
@@ -62,15 +63,17 @@ class SamplingBody(Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
-    # Refused unless they ask for what we do anyway (_NEUTRAL).
-    best_of: Any = None
+    # What the answer is bound to: serving/guided.py.
     response_format: Any = None
-    suffix: Any = None
     guided_json: Any = None
     guided_regex: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     structured_outputs: Any = None
+
+    # Refused unless they ask for what we do anyway (_NEUTRAL).
+    best_of: Any = None
+    suffix: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
     prompt_logprobs: Any = None
@@ -130,13 +133,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 # Values of refused fields that change nothing, beside None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "prompt_logprobs": (),
@@ -216,6 +213,7 @@ def sampling_params(body: ChatBody | CompletionBody, model: ServedModel, n_promp
     _check_capabilities(body, model)
     max_tokens = _max_tokens(body, model.context_tokens, n_prompt)
     min_tokens = body.min_tokens or 0
+    guided = read_guided(body)
     if min_tokens > max_tokens:
         raise InvalidRequest(f"min_tokens is beyond max_tokens ({max_tokens})", param="min_tokens")
     return SamplingParams(
@@ -233,6 +231,7 @@ def sampling_params(body: ChatBody | CompletionBody, model: ServedModel, n_promp
         ignore_eos=bool(body.ignore_eos),
         min_tokens=min_tokens,
         logprobs=wanted_logprobs(body),
+        guided=None if guided is None else guided[1],
     )
 
 
@@ -291,6 +290,9 @@ def _check_capabilities(body: ChatBody | CompletionBody, model: ServedModel) -> 
         raise UnsupportedFeature("this model's engine gives no logprobs", param="logprobs")
     if body.logit_bias and not has.logit_bias:
         raise UnsupportedFeature("this model's engine has no logit_bias", param="logit_bias")
+    guided = read_guided(body)
+    if guided is not None and not has.guided:
+        raise UnsupportedFeature("this model's engine cannot bind its answers", param=guided[0])
     if not has.penalties:
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         for field, off in neutral.items():
@@ -301,14 +303,11 @@ def _check_capabilities(body: ChatBody | CompletionBody, model: ServedModel) -> 
 def _refuse_unsupported(body: SamplingBody, neutral: dict[str, tuple[Any, ...]]) -> None:
     if body.n is not None and body.n != 1:
         raise UnsupportedFeature("n must be 1: one answer a prompt", param="n")
+    read_guided(body)  # whether this model's engine can is known later
     for field, harmless in neutral.items():
         value = getattr(body, field)
         if value is None or value in harmless:
             continue
-        if field == "response_format" and not (
-            isinstance(value, dict) and isinstance(value.get("type"), str)
-        ):
-            raise InvalidRequest("response_format must be an object with a type", param=field)
         raise UnsupportedFeature(f"{field} is not supported", param=field)
 
 

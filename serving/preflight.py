@@ -54,6 +54,15 @@ class Plan:
             (app.deadlines.request_ms / 1000 for app in self.applications), default=DEFAULT_REQUEST_S
         )
 
+    def labels(self) -> Iterator[tuple[str, dict[str, str]]]:
+        """Whatever asks for nodes with labels."""
+        for application in self.applications:
+            if application.frontend.labels:
+                yield "frontend", application.frontend.labels
+        for name, pool in self.pools():
+            if pool.labels:
+                yield name, pool.labels
+
     def pools(self) -> Iterator[tuple[str, PoolConfig]]:
         """Every pool with a name a person can find in the file."""
         for application in self.applications:
@@ -148,6 +157,10 @@ def _listener(port: int) -> psutil.Process | None:
 
 def check_resources(plan: Plan, cpus: float) -> None:
     """The replicas that start must fit on this machine: a pool that does not would wait for ever."""
+    for name, labels in plan.labels():
+        raise StartError(
+            f"{name}: labels = {labels}; one machine has no labels: deploy {plan.path.name} on a cluster"
+        )
     _check_one(plan, "CPUs", cpus, lambda pool: pool.cpus, "cpus")
     _check_one(plan, "GPUs", len(list(Path("/dev").glob("nvidia[0-9]*"))), lambda pool: pool.gpus, "gpus")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from serving.local.ports import PortBlock
 
 MARKER = "KVRELAY_LOCAL_CLUSTER"  # its value, one a cluster, marks every process the cluster started
-HAPROXY_HARD_STOP_S = 3600  # a reload cuts streams that are older than this
+HAPROXY_HARD_STOP_S = 3600  # at least: a reload cuts streams that are older than this
 
 # Idle OpenMP threads sleep instead of spinning: workers share cores.
 QUIET_OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
@@ -81,11 +81,12 @@ def node_environment(longest_request_s: float) -> dict[str, str]:
     HAProxy's settings belong together: streams must outlive a reload, a freed port must rest until no
     old HAProxy may send to it, and a silent response is cut after the longest request's deadline.
     """
+    hard_stop_s = max(HAPROXY_HARD_STOP_S, round(longest_request_s) + 5)
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(HAPROXY_HARD_STOP_S),
-        "RAY_SERVE_PORT_QUARANTINE_S": str(HAPROXY_HARD_STOP_S + 30),
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(hard_stop_s + 30),
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(round(longest_request_s) + 5),
         **QUIET_OPENMP,
     }

@@ -39,6 +39,7 @@ from serving.local.serve_rest import ServeRest
 from serving.local.status import Status
 
 POLL_S = 0.1
+STARTS = 3  # of Ray on one node, as a supervisor would
 HTTP_PORT = 8000
 DASHBOARD_PORT = 8265
 GCS_PORT = 6379
@@ -152,7 +153,7 @@ class NamespaceCluster:
 
     # ---------------------------------------------------------------- start and stop
 
-    def start(self, *, timeout_s: float = 90, guarded: bool = True) -> None:
+    def start(self, *, timeout_s: float = 120, guarded: bool = True) -> None:
         """Every node, and wait until all are up. Raises StartError; then nothing is left.
 
         `guarded`: the cluster ends with this process, however that ends.
@@ -183,7 +184,7 @@ class NamespaceCluster:
             self.stop()
             raise
 
-    def start_node(self, node: str, *, timeout_s: float = 60) -> None:
+    def start_node(self, node: str, *, timeout_s: float = 120) -> None:
         """`ray start` on a host where none runs any more, and wait until it is up."""
         if not self.is_up(node):
             self._launch(node)
@@ -263,11 +264,15 @@ class NamespaceCluster:
         return env | self._env | dict(self.nodes[name].env)
 
     def _wait_up(self, name: str, deadline: float) -> None:
-        """`ray start --block` says so once the node is up."""
+        """`ray start --block` says so once the node is up; on a busy machine it gives up after 30 s."""
         log = self.directory / name / "log"
+        starts = 1
         while "--block" not in log.read_text(errors="replace"):
             if self._started[name].poll() is not None:
-                raise StartError(f"Ray ended on {name}:\n{log.read_text(errors='replace')[-2000:]}")
+                if starts == STARTS:
+                    raise StartError(f"Ray ended on {name}:\n{log.read_text(errors='replace')[-2000:]}")
+                self._launch(name)
+                starts += 1
             if time.monotonic() > deadline:
                 raise StartError(f"Ray did not start on {name} in time; see {log}")
             time.sleep(POLL_S)

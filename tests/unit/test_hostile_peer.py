@@ -20,12 +20,16 @@ from serving.wire import (
     Cancel,
     Chunk,
     Ended,
+    Family,
     Handoff,
     Lend,
     LoadReport,
     Logprobs,
+    MetricsPush,
     Peers,
     Pull,
+    Register,
+    Sample,
     SnapshotRequest,
     Step,
     Submit,
@@ -68,9 +72,10 @@ class Peer:
         return [e for m in self.messages if isinstance(m, Step) for e in m.ended or ()]
 
 
-async def intrude(app: App, worker: SimWorker, kind: str) -> tuple[Link, Peer]:
+async def intrude(app: App, to: SimWorker | str, kind: str) -> tuple[Link, Peer]:
     peer = Peer()
-    link = await dial(worker.address, Identity.fresh(kind, "intruder"), app.key, peer, timeout_s=LONG_S)
+    address = to if isinstance(to, str) else to.address
+    link = await dial(address, Identity.fresh(kind, "intruder"), app.key, peer, timeout_s=LONG_S)
     return link, peer
 
 
@@ -258,6 +263,26 @@ def test_tokens_beyond_what_was_asked_for_reach_nobody() -> None:
     assert sink.tokens == [10, 11]
     assert run.early == {}
     bench.check_idle()
+
+
+# ---------------------------------------------------------------- party -> control
+
+
+async def test_a_party_whose_metrics_are_nonsense_hides_nobody_elses() -> None:
+    async with App() as app:
+        link, _ = await intrude(app, app.control_address, "worker")
+        nonsense = [
+            Family("kvrelay_x", "no-such-type", "", []),
+            Family("not a name", "gauge", "", [Sample("", {"a b": "\n"}, math.nan)]),
+            Family("", "counter", "", [Sample("_total", {}, math.inf)]),
+        ]
+        link.send(Register("worker", "intruder", {}, None))
+        link.send(MetricsPush(0, nonsense))
+        await until(lambda: any(m.ident == "intruder" for m in app.control.members), LONG_S)
+        reply = await app.client().send("GET", "/metrics")
+        assert reply.status == 200
+        assert b"kvrelay_requests_total" in reply.body
+        link.close("done")
 
 
 # ---------------------------------------------------------------- owner -> reader

@@ -22,9 +22,10 @@ from serving.engine.trtllm.build import build_trtllm_engine
 from serving.engine.trtllm.checkpoint import check_shape, read_checkpoint
 from serving.engine.trtllm.events import salt_of
 from serving.engine.trtllm.placement import check_node, ray_placement, reserved
-from serving.engine.trtllm.sampling import choice, engine_params, token_logprobs
+from serving.engine.trtllm.sampling import engine_params, token_logprobs
 from serving.engine.trtllm.state import StateError, pack_state, unpack_state
 from serving.errors import ConfigError, StartError
+from serving.guided import choice
 from tests.fake_trtllm.contract import PROFILES, Contract, document
 from tests.fake_trtllm.package import installed
 from tests.unit.trtllm_rig import BLOCK, EOS, NAMESPACE, engine_config, prompt, running, save_model, work
@@ -314,6 +315,13 @@ def test_guided_decoding_sets_exactly_one_rule(api: Api, version: str, name: str
     made = engine_params(api, work(1, prompt(9), guided=guided), [EOS]).guided_decoding
     fields = {field for field in type(made).__dataclass_fields__ if getattr(made, field)}
     assert {field: getattr(made, field) for field in fields} == expected
+
+
+@versions
+def test_a_bound_answer_is_not_taken_up_in_its_middle(api: Api, version: str) -> None:
+    half = work(1, prompt(9), n_prompt=5, guided=Guided("json_object"))
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        engine_params(api, half, [EOS])
 
 
 @versions

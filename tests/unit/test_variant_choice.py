@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from serving.config import PromptRange
+from serving.config import PromptRange, load_config
+from serving.engine.base import SamplingParams
 from serving.errors import ContextLengthExceeded
+from serving.frontend_host import VariantGenerator
+from serving.generation import CollectedText, GenerationRequest
 from serving.variant_choice import Offer, choose_variant
 
 
@@ -56,3 +62,53 @@ def test_weights_among_those_that_fit() -> None:
     assert long == {"long": 1000}
     assert short["short"] == pytest.approx(900, abs=1)
     assert short["canary"] == pytest.approx(100, abs=1)
+
+
+# ---------------------------------------------------------------- at the frontend
+
+
+def generator(able: dict[str, bool]) -> tuple[VariantGenerator, list[tuple[str, int]]]:
+    """Two variants by length, as configured, and who was given how many prompt tokens."""
+    started: list[tuple[str, int]] = []
+    config = load_config(
+        {
+            "models": [
+                {
+                    "name": "m",
+                    "variants": [
+                        {"name": "long", "weights": "w", "prompt_tokens": {"min": 101, "max": 1000}},
+                        {"name": "short", "weights": "w", "prompt_tokens": {"max": 100}},
+                    ],
+                }
+            ]
+        }
+    )
+
+    def links(name: str) -> Any:
+        def start(request: GenerationRequest, sink: object) -> None:
+            started.append((name, len(request.prompt)))
+
+        return SimpleNamespace(can_answer=able[name], coordinator=SimpleNamespace(start=start))
+
+    variants = {("m", name): links(name) for name in able}
+    return VariantGenerator(config, variants, seed=1), started
+
+
+def ask(generator: VariantGenerator, n_tokens: int) -> None:
+    params = SamplingParams(max_tokens=1, seed=1)
+    generator.start(GenerationRequest("r", "m", array("I", range(n_tokens)), params), CollectedText())
+
+
+def test_the_frontend_routes_by_length() -> None:
+    door, started = generator({"long": True, "short": True})
+    for n_tokens in (1, 100, 101, 1000):
+        ask(door, n_tokens)
+    assert started == [("short", 1), ("short", 100), ("long", 101), ("long", 1000)]
+    with pytest.raises(ContextLengthExceeded):
+        ask(door, 1001)
+
+
+def test_the_frontend_sends_short_prompts_long_when_it_must() -> None:
+    door, started = generator({"long": True, "short": False})
+    ask(door, 5)
+    assert started == [("long", 5)]

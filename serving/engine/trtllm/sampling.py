@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +58,9 @@ def engine_params(api: Api, work: Work, eos_ids: Sequence[int]) -> Any:
         values["logprobs"] = max(params.logprobs, 1)  # some versions take 0 for "none"
     if params.logit_bias:
         raise ValueError("this engine has no logit_bias")
+    if params.guided is not None and done:
+        # Its rule would begin anew in the middle of the answer.
+        raise ValueError("an answer that is bound to a rule cannot be resumed by this engine")
     if params.guided is not None:
         values["guided_decoding"] = _guided(api, params.guided)
     unknown = set(values) - api.sampling_fields
@@ -77,11 +79,6 @@ def _guided(api: Api, guided: Guided) -> Any:
             return api.guided_params(**{guided.kind: guided.source})
         case _:
             raise ValueError(f"guided decoding by {guided.kind!r} is not known")
-
-
-def choice(texts: Sequence[str]) -> Guided:
-    """One of `texts`: the engine has no such rule, but a pattern says the same."""
-    return Guided("regex", "(" + "|".join(re.escape(text) for text in texts) + ")")
 
 
 def token_logprobs(entry: Any, token: int, n_top: int) -> TokenLogprobs:
