@@ -9,6 +9,7 @@ between tokens within the target; a refused one is not.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from serving.admission import Admission, Ask, Verdict
 from serving.config import AdmissionConfig, Slo
 from serving.length_lanes import LANES
 
+ON_THE_WAY_S = 0.002  # from one frontend through a worker to another
 PROBE_S = 0.05  # how often a refused request is asked about again
 PROBES = 12  # refused requests asked about at a time
 
@@ -136,6 +138,7 @@ class OverloadReplay(Replay):
         self.retry_errors_s: list[tuple[float, float]] = []  # (told, what it was)
         self._tenant, self._priority = tenant, priority
         self._arrived = 0
+        self._told: deque[tuple[float, int, str, int, int]] = deque()
         self._probes: list[Probe] = []
         self._probed_s = 0.0
 
@@ -149,6 +152,7 @@ class OverloadReplay(Replay):
             self._tenant(self._arrived),
         )
         self._arrived += 1
+        self._tell(now_s)
         self._probe(now_s)
         router = self._routers[frontend]
         wanted = _wanted(request)
@@ -170,6 +174,8 @@ class OverloadReplay(Replay):
         if choice.prefill is not None:
             router.book(job.attempt + 1, choice.decode, wanted, now_s)
         self._plan(self._queues[computes].submit(job, now_s), "prefill", computes)
+        uncached = max(request.prompt_tokens - choice.cached_tokens, 1)
+        self._told.append((now_s + ON_THE_WAY_S, frontend, computes, job.attempt, uncached))
 
     def _on_computed(self, done: Job, name: str, now_s: float) -> None:
         super()._on_computed(done, name, now_s)
@@ -191,6 +197,14 @@ class OverloadReplay(Replay):
         report = Report(len(batch), 0, 0, total - used, total, step_ms)
         for router in self._routers:
             router.on_load(name, report, now_s)
+
+    def _tell(self, now_s: float) -> None:
+        """Workers tell all frontends but the sender of the prompts they get."""
+        while self._told and self._told[0][0] <= now_s:
+            _, sender, worker, attempt, uncached = self._told.popleft()
+            for number, router in enumerate(self._routers):
+                if number != sender:
+                    router.told(worker, attempt, uncached, now_s)
 
     def _probe(self, now_s: float) -> None:
         """Would those that were refused be let in by now?"""

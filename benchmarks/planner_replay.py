@@ -158,7 +158,7 @@ def hour(
     least = mean_demand(requests)
     with ProcessPoolExecutor(2, initializer=_load, initargs=("conversation", folder)) as pool:
         if pools is None:
-            pools = static_peak(pool, (2, 3), say)
+            pools = static_peak(pool, least, say)
         initial, peak = pools
         setup = SimSetup(TIMES, initial=initial, startup_s=startup_s)
         say("kvrelay")

@@ -15,6 +15,9 @@ from math import inf
 __all__ = ["Backlog", "Slack"]
 
 
+LATE_MS = 300.0  # later than this a prompt is not worth to be spared any more
+
+
 @dataclass(frozen=True, slots=True)
 class Slack:
     """How far the prompts that a new one would overtake may be delayed."""
@@ -35,8 +38,6 @@ class _Prompt:
         return (self.due_s, self.number) < (other.due_s, other.number)
 
 
-import os
-LATE=float(os.environ.get("LATE","0"))
 class Backlog:
     """See the module docstring. A prompt stays until `remove`, also when it should long be done."""
 
@@ -88,6 +89,12 @@ class Backlog:
         self._n_others = len(others)
         if others:
             self._queue = sorted(self._queue + others)
+
+    def add_other(self, due_s: float, work_ms: float, now_s: float) -> None:
+        """One more prompt of others', until the next `set_others`."""
+        self._work_off(now_s)
+        self._n_others += 1
+        insort(self._queue, _Prompt(due_s, 0, work_ms, ours=False))
 
     def cap_own(self, most_ms: float, except_attempts: set[int], now_s: float) -> None:
         """The worker says less is left than we thought: shorten our prompts, the first ones first.
@@ -143,7 +150,7 @@ class Backlog:
                 continue
             limit_s = prompt.limit_s if prompt.ours else prompt.due_s + others_due_to_limit_ms / 1e3
             slack_ms = (limit_s - now_s) * 1e3 - done_ms
-            if slack_ms < least + margin_ms and slack_ms > -LATE:
+            if -LATE_MS <= slack_ms < least + margin_ms:
                 least, clears_ms = max(slack_ms - margin_ms, 0.0), min(done_ms, (prompt.due_s - due_s) * 1e3)
         return Slack(least, clears_ms)
 

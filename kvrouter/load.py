@@ -85,6 +85,8 @@ class WorkerLoad:
         self._computed_tokens: int | None = None  # of prompts, since the worker began
         self._computed_before: int | None = None  # in the report before
         self._period = _BusyPeriod()
+        self._told: dict[int, tuple[float, int]] = {}  # others' prompts in no report yet: when, tokens
+        self._tells = False  # the worker tells at once what others send
         self._late_s: deque[float] = deque(maxlen=MOST_LATE)
 
     # ------------------------------------------------------------ own bookings
@@ -217,6 +219,7 @@ class WorkerLoad:
         named: set[int] = set()
         others: list[tuple[float, float]] = []
         others_tokens = 0
+        seen_s = arrived_s - self._step_s
         for attempt, tokens, due_ms in queue:
             named.add(attempt)
             booking = self._computing.get(attempt)
@@ -227,15 +230,33 @@ class WorkerLoad:
             elif attempt not in self.bookings:
                 others.append((now_s + due_ms / 1e3, tokens * prefill.ms_per_token))
                 others_tokens += tokens
+        for attempt, (told_s, tokens) in list(self._told.items()):
+            if attempt in named or told_s <= seen_s:
+                del self._told[attempt]
+            else:
+                others.append(self._as_told(told_s, tokens))
+                others_tokens += tokens
         lump = max(waiting_tokens - sum(tokens for _, tokens, _ in queue), 0)
         if not lump:
             for booking in self._computing.values():
-                if booking.attempt not in named and booking.booked_s <= arrived_s - self._step_s:
+                if booking.attempt not in named and booking.booked_s <= seen_s:
                     self._backlog.correct(booking.attempt, 0.0, now_s)
         self._others_tokens = others_tokens + lump
         self._backlog.set_others(lump * prefill.ms_per_token, now_s, others)
         if self._others_tokens:
             self._period.disturbed = True
+
+    def told(self, attempt: int, uncached_tokens: int, now_s: float) -> None:
+        """Another frontend has just sent this prompt, which no report knows yet."""
+        if self.view.role == "prefill" or uncached_tokens:
+            self._tells = True
+            self._told[attempt] = (now_s, uncached_tokens)
+            self._others_tokens += uncached_tokens
+            self._backlog.add_other(*self._as_told(now_s, uncached_tokens), now_s)
+
+    def _as_told(self, told_s: float, tokens: int) -> tuple[float, float]:
+        work_ms = tokens * self.models.prefill.ms_per_token
+        return due_s(self.order, told_s, work_ms), work_ms
 
     @property
     def _step_s(self) -> float:
@@ -284,6 +305,8 @@ class WorkerLoad:
 
     def _unreported_ms(self, now_s: float, due_s: float | None) -> float:
         """What the other frontends are expected to have sent since the last report: as much as we did."""
+        if self._tells:
+            return 0.0
         return (self.frontends - 1) * self._backlog.left_ms(self._recent, due_s, now_s)
 
     @property

@@ -309,6 +309,11 @@ class PolicyRouter:
         if load is not None:
             load.report(report, now_s)
 
+    def told(self, ident: str, attempt: int, uncached_tokens: int, now_s: float) -> None:
+        load = self._loads.get(ident)
+        if load is not None:
+            load.told(attempt, uncached_tokens, now_s)
+
     def on_events(self, ident: str, epoch: int, events: object) -> bool:
         return self.caches.apply(ident, epoch, events)
 

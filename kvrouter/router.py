@@ -112,6 +112,9 @@ class Router(Protocol):
 
     def on_load(self, ident: str, report: LoadLike, now_s: float) -> None: ...
 
+    def told(self, ident: str, attempt: int, uncached_tokens: int, now_s: float) -> None:
+        """Worker `ident` has just got a prompt from another frontend."""
+
     @property
     def in_flight(self) -> int:
         """Bookings not released yet."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from planner.observation import Decision, Observation, VariantDecision, VariantSeen
+from planner.observation import Decision, Observation, PoolSeen, VariantDecision, VariantSeen
 from planner.placement import current, occupied, place, share_budget
 from planner.predict import Forecast, forecast, record
 from planner.settings import Settings, VariantSettings
@@ -104,9 +104,12 @@ def _demand(
     cost = sizer.cost(_bounded(sizer.cheapest(banded_rate, least), own))
     wants = (*(w for w in state.wants if w.at_s > now_s - settings.down_window_s), Want(now_s, cost))
     state = replace(state, wants=wants, since_s=now_s if state.since_s is None else state.since_s)
-    roles = _steady(
-        sizer, held, least, (rate, banded_rate), state=state, settings=settings, own=own, now_s=now_s
-    )
+    if together(own):
+        roles = _steady_total(wanted[1], held[1], int(round(max(w.cost for w in wants) / own.decode.cost)))
+    else:
+        roles = _steady(
+            sizer, held, least, (rate, banded_rate), state=state, settings=settings, own=own, now_s=now_s
+        )
     roles = _bounded(roles, own)
     why = f"{rate:.2f} requests/s"
     if rate > expected.rate * 1.001:
@@ -142,8 +145,11 @@ def _backlog_rate(
     """
     if not seen.queued or sizer.service_s <= 0:
         return 0.0
-    ready = seen.pools["prefill"].ready + seen.pools["decode"].lent
-    lead_s = own.startup_s if seen.pools["prefill"].starting == 0 else settings.interval_s
+    pool, other = (seen.pools.get(name, PoolSeen()) for name in ("prefill", "decode"))
+    if together(own):
+        pool, other = other, pool
+    ready = pool.ready + other.lent
+    lead_s = own.startup_s if pool.starting == 0 else settings.interval_s
     per_s = ready / sizer.service_s
     left = seen.queued + (level - per_s) * lead_s
     return max(left, 0.0) / settings.recover_s
@@ -208,9 +214,12 @@ def _steady(
 
 
 def _with_spare(roles: Roles, spare: int, held: Roles) -> Roles:
-    """What may be kept beyond what is needed stays where it is."""
-    prefill = min(max(held[0] - roles[0], 0), max(spare, 0))
-    return roles[0] + prefill, roles[1] + max(spare - prefill, 0)
+    """What may be kept beyond what is needed stays where it is, both pools alike."""
+    surplus = max(held[0] - roles[0], 0), max(held[1] - roles[1], 0)
+    spare = min(max(spare, 0), sum(surplus))
+    prefill = round(spare * surplus[0] / sum(surplus)) if spare else 0
+    prefill = min(max(prefill, spare - surplus[1]), surplus[0])
+    return roles[0] + prefill, roles[1] + spare - prefill
 
 
 # ------------------------------------------------------------ what is done
@@ -271,7 +280,7 @@ def _watch_starts(
     seen: VariantSeen, name: str, state: PoolState, settings: Settings, now_s: float
 ) -> PoolState:
     """After `unplaced_s` without a replica becoming ready, what is ready is all that is asked for."""
-    pool = seen.pools[name]
+    pool = seen.pools.get(name, PoolSeen())
     ready = pool.ready + pool.lent
     if pool.starting == 0:
         return replace(state, waiting_since_s=None, ready=ready)

@@ -31,8 +31,13 @@ class Placed:
 
 def current(pools: Mapping[str, PoolSeen]) -> Placed:
     """As it is: what starts counts, what leaves does not."""
-    prefill, decode = pools["prefill"], pools["decode"]
+    prefill, decode = _pool(pools, "prefill"), _pool(pools, "decode")
     return Placed(_kept(prefill), _kept(decode), decode.lent - prefill.lent)
+
+
+def _pool(pools: Mapping[str, PoolSeen], name: str) -> PoolSeen:
+    """A pool that is not deployed has no workers."""
+    return pools.get(name, PoolSeen())
 
 
 def _kept(pool: PoolSeen) -> int:
@@ -42,7 +47,7 @@ def _kept(pool: PoolSeen) -> int:
 def occupied(pools: Mapping[str, PoolSeen], settings: VariantSettings) -> float:
     """What the workers cost that exist, the leaving ones too."""
     return sum(
-        (_kept(pools[name]) + pools[name].draining) * limits.cost
+        (_kept(_pool(pools, name)) + _pool(pools, name).draining) * limits.cost
         for name, limits in (("prefill", settings.prefill), ("decode", settings.decode))
     )
 

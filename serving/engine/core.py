@@ -38,7 +38,7 @@ from serving.kv.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 
-LOST_STEPS = 3  # that nothing survived, in a row: it is the engine and not what it was asked
+LOST_STEPS = 3  # in a row that none of several requests survived: it is the engine, not what it was asked
 
 
 class EngineCore:
@@ -232,7 +232,7 @@ class EngineCore:
     def _rescue(self, plan: StepPlan, error: Exception) -> tuple[StepPlan, Drawn]:
         """What of a failed step can be computed all the same; the rest has failed. Raises EngineDied."""
         rescued = rescue(plan, self._runner)
-        if not rescued.plan.n_tokens:
+        if not rescued.plan.n_tokens and len(rescued.guilty) > 1:  # one alone says nothing of the engine
             self._lost_steps += 1
             if self._lost_steps >= LOST_STEPS:
                 raise EngineDied(f"{LOST_STEPS} steps in a row failed as a whole: {error!r}") from error

@@ -116,21 +116,20 @@ async def test_cancelled_at_random_moments_frees_everything(local: bool) -> None
 
 
 async def test_a_frontend_that_is_cut_off_leaves_nothing_behind() -> None:
-    """The workers hear no cancel, only that its links broke; the other frontend's streams go on."""
+    """The workers hear no cancel, only that its links broke; the other frontend's streams go on, and its own
+    wait until it has found the workers again."""
     async with App(prefill=2, frontends=2, profile=SLOW) as app:
         fields = {"max_tokens": N_TOKENS, "stream": True}
         kept = [asyncio.create_task(app.complete(prompt(60, n), 0, **fields)) for n in range(3)]
-        cut = [
-            asyncio.create_task(app.client(1).complete(prompt=prompt(60, n), **fields)) for n in range(3)
-        ]
+        cut = [asyncio.create_task(app.complete(prompt(60, n), 1, **fields)) for n in range(3)]
         await asyncio.gather(app.run_reaches(5, 0), app.run_reaches(5, 1))
         for worker in app.workers:
             for link in list(worker.host._frontends):
                 if link.peer is not None and link.peer.ident == "frontend-1":
                     link.close("cut")
-        for reply in await asyncio.gather(*cut):
-            assert reply.events[-1]["error"]["code"] == "worker_lost"
-        assert [a.n_tokens for a in await asyncio.gather(*kept)] == [N_TOKENS] * 3
+        undisturbed = [answer.said for answer in await asyncio.gather(*kept)]
+        assert [answer.n_tokens for answer in await asyncio.gather(*kept)] == [N_TOKENS] * 3
+        assert [answer.said for answer in await asyncio.gather(*cut)] == undisturbed
         await until(app.is_ready, LONG_S)
         assert (await app.complete(prompt(60), 1)).n_tokens == 12
 
@@ -237,7 +236,7 @@ async def test_prefill_dies_while_decode_reads_from_it(frozen: bool) -> None:
 
 
 async def test_every_worker_dies_and_the_stream_ends_with_an_error() -> None:
-    async with App(profile=SLOW) as app:
+    async with App(profile=SLOW, deadlines={"queue_ms": 1500}) as app:
         asked = asyncio.create_task(
             app.client().complete(prompt=prompt(30), max_tokens=N_TOKENS, stream=True)
         )

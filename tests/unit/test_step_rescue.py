@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -91,19 +92,39 @@ def test_a_step_that_failed_once_harms_nobody(caplog: pytest.LogCaptureFixture) 
     engine.stop()
 
 
+def two_at_once(engine: EngineCore, runner: Poisoned, heard: Listener, first: int) -> None:
+    """A step with two requests in it, and its end."""
+    runner.gate.clear()
+    for attempt in (first, first + 1):
+        engine.submit(work(attempt, prompt(20, salt=attempt)))
+    runner.gate.set()
+    heard.wait_for(lambda: {first, first + 1} <= set(heard.told.failed))
+
+
 def test_an_engine_whose_steps_all_fail_ends(caplog: pytest.LogCaptureFixture) -> None:
     runner = Poisoned({})
+    engine, heard = serve(runner, 0)
     runner.broken = True
-    engine, heard = serve(runner, 4)
-    heard.wait_for(lambda: len(heard.told.failed) == 4)
-    for attempt in range(10, 10 + LOST_STEPS):
+    for turn in range(4 * LOST_STEPS):
         if engine.died is not None:
             break
-        engine.submit(work(attempt, prompt(20, salt=attempt)))
-        heard.wait_for(lambda a=attempt: a in heard.told.failed)  # type: ignore[misc]
+        with contextlib.suppress(EngineDied):
+            two_at_once(engine, runner, heard, 10 + 2 * turn)
     engine._thread.join(LIMIT_S)
     assert isinstance(engine.died, EngineDied)
     assert all(failed.retryable for failed in heard.told.failed.values())
     with pytest.raises(EngineDied, match="device is gone"):
         engine.submit(work(99, prompt(5)))
     engine.cancel(AttemptId(99))
+
+
+def test_bad_requests_one_by_one_do_not_end_it(caplog: pytest.LogCaptureFixture) -> None:
+    runner = Poisoned(dict.fromkeys(range(3 * LOST_STEPS), 20))
+    engine, heard = serve(runner, 0)
+    for attempt in range(3 * LOST_STEPS):
+        engine.submit(work(attempt, prompt(20, salt=attempt)))
+        heard.wait_for(lambda a=attempt: a in heard.told.failed)  # type: ignore[misc]
+    engine.submit(work(100, prompt(20, salt=100)))
+    heard.wait_for(lambda: 100 in heard.told.finished)
+    assert engine.died is None
+    engine.stop()

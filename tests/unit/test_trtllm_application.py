@@ -196,6 +196,18 @@ async def test_the_metrics_of_an_engine_that_is_polled() -> None:
         assert total(scraped, "engine_lost_transfers_total") == 0
 
 
+async def test_a_drain_waits_because_nothing_can_be_moved() -> None:
+    """What is asked to move goes on where it is, and its answer is the same."""
+    async with TrtllmApp(decode=2, step_ms=2) as app:
+        right = await app.complete(prompt(60), max_tokens=N_TOKENS)
+        asked = asyncio.create_task(app.complete(prompt(60), max_tokens=N_TOKENS, stream=True))
+        leaving = app.working_on(await app.run_reaches(10), Mode.DECODE)
+        while app.coordinator().move_from(leaving.me.ident):
+            await asyncio.sleep(0.02)  # as whoever drains asks again and again
+        assert (await asked).said == right.said
+        assert await resumes(app) == 0
+
+
 async def test_an_engine_that_dies_is_left_and_said_so() -> None:
     async with TrtllmApp(prefill=0, decode=2, step_ms=2) as app:
         right = await app.complete(prompt(60), max_tokens=N_TOKENS)
