@@ -61,8 +61,12 @@ class Setup:
 
 
 def first_models(factor: float) -> WorkerModels:
-    prefill, step = (0.0, factor * 1e3 / TOKENS_PER_S, 0.0), tuple(factor * term for term in STEP_MS)
-    return WorkerModels.from_priors(prefill=prefill, step=step, evidence=100 if factor == 1.0 else 0)
+    base, per_sequence, per_token = STEP_MS
+    return WorkerModels.from_priors(
+        prefill=(0.0, factor * 1e3 / TOKENS_PER_S, 0.0),
+        step=(factor * base, factor * per_sequence, factor * per_token),
+        evidence=100 if factor == 1.0 else 0,
+    )
 
 
 class Replay:

@@ -55,9 +55,7 @@ class Backlog:
     def __contains__(self, attempt: int) -> bool:
         return attempt in self._by_attempt
 
-    def add(
-        self, attempt: int, due_s: float, work_ms: float, now_s: float, limit_s: float = inf
-    ) -> None:
+    def add(self, attempt: int, due_s: float, work_ms: float, now_s: float, limit_s: float = inf) -> None:
         self._work_off(now_s)
         self._arrivals += 1
         prompt = _Prompt(due_s, self._arrivals, work_ms, limit_s)
@@ -77,9 +75,7 @@ class Backlog:
         if prompt is not None:
             self._queue.remove(prompt)
 
-    def set_others(
-        self, work_ms: float, now_s: float, prompts: Iterable[tuple[float, float]] = ()
-    ) -> None:
+    def set_others(self, work_ms: float, now_s: float, prompts: Iterable[tuple[float, float]] = ()) -> None:
         """What a load report says beyond our own prompts: `prompts` as (due_s, left_ms), and a lump."""
         self._work_off(now_s)
         self._others_ms = work_ms
@@ -151,7 +147,10 @@ class Backlog:
             limit_s = prompt.limit_s if prompt.ours else prompt.due_s + others_due_to_limit_ms / 1e3
             slack_ms = (limit_s - now_s) * 1e3 - done_ms
             if -LATE_MS <= slack_ms < least + margin_ms:
-                least, clears_ms = max(slack_ms - margin_ms, 0.0), min(done_ms, (prompt.due_s - due_s) * 1e3)
+                least, clears_ms = (
+                    max(slack_ms - margin_ms, 0.0),
+                    min(done_ms, (prompt.due_s - due_s) * 1e3),
+                )
         return Slack(least, clears_ms)
 
     def left_ms(self, attempts: Iterable[int], due_s: float | None, now_s: float) -> float:

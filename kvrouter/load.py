@@ -236,8 +236,10 @@ class WorkerLoad:
             else:
                 others.append(self._as_told(told_s, tokens))
                 others_tokens += tokens
-        lump = max(waiting_tokens - sum(tokens for _, tokens, _ in queue), 0)
-        if not lump:
+        unnamed = waiting_tokens - sum(tokens for _, tokens, _ in queue)
+        ours = sum(b.counted_tokens for b in self._computing.values() if b.attempt not in named)
+        lump = max(unnamed - ours, 0)
+        if unnamed <= 0:
             for booking in self._computing.values():
                 if booking.attempt not in named and booking.booked_s <= seen_s:
                     self._backlog.correct(booking.attempt, 0.0, now_s)

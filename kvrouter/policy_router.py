@@ -109,6 +109,9 @@ class PolicyRouter:
         """The time models of all workers."""
         return [load.models for load in self._loads.values()]
 
+    def loads(self) -> list[WorkerLoad]:
+        return list(self._loads.values())
+
     # ------------------------------------------------------------ choosing
 
     def choose(self, request: RouterRequest, now_s: float) -> Choice:

@@ -49,6 +49,11 @@ class VariantSettings:
     flips: bool = True  # workers may be lent to the other role
     idle_to_zero_s: float | None = None  # without any request; None: never
 
+    @property
+    def together(self) -> bool:
+        """There is no prefill pool: decode workers compute the prompts."""
+        return self.prefill.max_replicas == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Settings:

@@ -74,14 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizing(capacity)
     count = _number(int, 1)
     capacity.add_argument(
-        "--concurrency", type=count, help="p95 of sequences at once; default: full batches"
+        "--concurrency", type=count, metavar="N", help="p95 of sequences at once; default: full batches"
     )
-    capacity.add_argument("--prompt-tokens", type=count, help="p99; default: 4096, or the variant's limit")
-    capacity.add_argument("--output-tokens", type=count, help="p99; default: 512")
-    capacity.add_argument("--headroom", type=_number(float, 0), default=20, help="per cent; default: 20")
+    capacity.add_argument(
+        "--prompt-tokens", type=count, metavar="N", help="p99; default: 4096, or the variant's limit"
+    )
+    capacity.add_argument("--output-tokens", type=count, metavar="N", help="p99; default: 512")
+    capacity.add_argument(
+        "--headroom", type=_number(float, 0), metavar="PERCENT", default=20, help="per cent; default: 20"
+    )
     capacity.add_argument(
         "--reserve-gib",
         type=_number(float, 0),
+        metavar="GIB",
         help="memory of a GPU for CUDA, graphs and NCCL; default: 2 or 3",
     )
     capacity.set_defaults(run=_capacity)
@@ -103,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sizing(parser: argparse.ArgumentParser) -> None:
     """What `capacity` and `check` are told about machines and models that are not here."""
-    parser.add_argument("--gpu", help="the GPUs' type, e.g. H200; default: what the variants require")
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="the GPUs' type, e.g. H200; default: what the variants require"
+    )
     parser.add_argument(
         "--shape",
         action="append",

@@ -30,6 +30,7 @@ from serving.errors import (
     WorkerLost,
 )
 from serving.frontend_metrics import FrontendMetrics
+from serving.gate import Gate, Refused
 from serving.generation import GenerationRequest, Sink
 from serving.moving import MOVED, Mover
 from serving.placement import Placer
@@ -57,8 +58,10 @@ class Coordinator:
         metrics: FrontendMetrics,
         clock: Callable[[], float],
         seeded_resume: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         """`seeded_resume`: the engines draw the same tokens again after a resume."""
+        self._gate = gate
         self._seeded_resume = seeded_resume
         self._workers = workers
         self._deadlines = deadlines
@@ -67,7 +70,9 @@ class Coordinator:
         self._clock = clock
         self._runs: dict[int, Run] = {}  # attempt -> run
         self._live: set[Run] = set()
-        self._placer = Placer(model=model, router=router, workers=workers, runs=self._runs, metrics=metrics)
+        self._placer = Placer(
+            model=model, router=router, workers=workers, runs=self._runs, metrics=metrics, gate=gate
+        )
         self._router = router
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
@@ -122,6 +127,9 @@ class Coordinator:
         except NoWorker:
             self._demand.arrived(len(request.prompt), len(request.prompt), None, now)
             self._metrics.rejects.inc(labels=("no_worker",))
+            raise
+        except Refused as refused:
+            self._demand.arrived(len(request.prompt), refused.uncached_tokens, None, now)
             raise
         n_prompt = len(request.prompt)
         self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), None, now)
@@ -280,6 +288,8 @@ class Coordinator:
         generated = len(run.sent)
         self._metrics.output_tokens.observe(generated)
         self._demand.finished(len(run.request.prompt), generated)
+        if self._gate is not None:
+            self._gate.ended(generated)
         if generated > 1:
             self._metrics.tpot.observe((run.last_s - run.started_s) / generated)
         self._end(run, reason.value)

@@ -22,6 +22,7 @@ from serving.coordinator import Coordinator
 from serving.door import Door
 from serving.errors import ModelNotFound
 from serving.frontend_metrics import FrontendMetrics
+from serving.gate import Gate
 from serving.generation import GenerationRequest, Sink, Ticket
 from serving.link import Identity
 from serving.live_settings import LiveSettings
@@ -106,6 +107,17 @@ class FrontendHost:
                 metrics = FrontendMetrics(self.registry.part(labels))
                 metrics.watch(router.caches)
                 entries: dict[str, WorkerEntry] = {}
+                gate = (
+                    Gate(
+                        model.slo,
+                        config.admission,
+                        load_of=router.load_of,
+                        loads=router.loads,
+                        metrics=metrics,
+                    )
+                    if config.admission.mode == "slo"
+                    else None
+                )
                 coordinator = Coordinator(
                     model=model.name,
                     router=router,
@@ -115,6 +127,7 @@ class FrontendHost:
                     metrics=metrics,
                     clock=clock,
                     seeded_resume=served[model.name].capabilities.seeded_resume,
+                    gate=gate,
                 )
                 self.variants[model.name, variant.name] = VariantLinks(
                     name=f"{model.name}/{variant.name}",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 
 from kvrouter.events import CacheEvents
+from serving.length_lanes import LANES
 from serving.metrics import TOKEN_BUCKETS, Labels, Registry
 
 DECISION_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
@@ -21,6 +24,11 @@ class FrontendMetrics:
         self.regret = registry.histogram("router_regret_seconds", "Compute given up for a shorter wait")
         self.predicted_ttft = registry.histogram("predicted_ttft_seconds", "TTFT, as predicted")
         self.ttft_error = registry.histogram("ttft_error_seconds", "Predicted against actual TTFT")
+        self.predicted_wait = registry.histogram(
+            "predicted_wait_seconds", "Until its prompt would begin, of every request that admission judged"
+        )
+        self._lanes: Callable[[], Counter[str]] | None = None
+        registry.gauge("admission_queue", "Prompts admitted and not computed", self._queued, ("lane",))
         self.queue = registry.histogram("queue_seconds", "From admission until a worker scheduled it")
         self.e2e = registry.histogram("request_seconds", "From admission to the end")
         self.prompt_tokens = registry.histogram("prompt_tokens", "Prompt lengths", TOKEN_BUCKETS)
@@ -56,6 +64,16 @@ class FrontendMetrics:
     def watch(self, caches: CacheEvents) -> None:
         """Show what the router heard of its workers' caches."""
         self._caches = caches
+
+    def watch_lanes(self, queued: Callable[[], Counter[str]]) -> None:
+        """`queued`: prompts by lane."""
+        self._lanes = queued
+
+    def _queued(self) -> dict[Labels, float]:
+        if self._lanes is None:
+            return {}
+        queued = self._lanes()
+        return {(lane,): queued[lane] for lane in LANES}
 
     def _copy_events(self) -> None:
         if self._caches is not None:

@@ -1,4 +1,4 @@
-"""What a request wants its answer bound to: a JSON schema, any JSON, a pattern, a grammar, one of some texts.
+"""What a request wants its answer bound to: a schema, any JSON, a pattern, a grammar, one of some texts.
 
 OpenAI's `response_format`, and the fields that other servers made common: `guided_json`, `guided_regex`,
 `guided_choice`, `guided_grammar`, and `structured_outputs` with the same inside. One of them a request.

@@ -42,7 +42,8 @@ class LengthLanes:
 
     def _cut(self) -> None:
         total = sum(self._work_ms)
-        borders, before_ms = [], 0.0
+        borders: list[int] = []
+        before_ms = 0.0
         for index, work_ms in enumerate(self._work_ms):
             # The border that is nearest to an even cut.
             while len(borders) < 2 and before_ms + work_ms / 2 >= total * (len(borders) + 1) / len(LANES):

@@ -14,6 +14,7 @@ from serving.breaker import Breakers
 from serving.engine.base import Mode
 from serving.errors import NoWorker
 from serving.frontend_metrics import FrontendMetrics
+from serving.gate import Gate
 from serving.run import Attempt, Move, Run, Stage, WorkerEntry
 from serving.wire import Cancel, Handoff, Pull, Submit, pack_u32
 
@@ -36,7 +37,10 @@ class Placer:
         workers: dict[str, WorkerEntry],
         runs: dict[int, Run],
         metrics: FrontendMetrics,
+        gate: Gate | None = None,
     ) -> None:
+        """`gate`: what a request must pass before it is placed for the first time."""
+        self._gate = gate
         self.router = router
         self.workers = workers
         self.breakers = Breakers()
@@ -48,12 +52,14 @@ class Placer:
         self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
 
     def place(self, run: Run, now: float) -> Choice:
-        """Choose workers and send the attempts. Raises NoWorker; then nothing was sent."""
+        """Choose workers and send the attempts. Raises NoWorker, Refused; then nothing was sent."""
         request = run.request
         wanted = self._wanted(run, now)
         began_s = perf_counter()
         choice = self.router.choose(wanted, now)
         self._metrics.decision.observe(perf_counter() - began_s)
+        if self._gate is not None and run.placements == 0:
+            self._gate.check(request, wanted, choice, now)
         self._note(run, choice)
         run.placements += 1
         run.tries += 1
@@ -153,6 +159,7 @@ class Placer:
                 priority=request.priority,
                 pull=pull,
                 reserve_tokens=RESERVE_TOKENS if handoff is not None and handoff.live else 0,
+                uncached_tokens=_uncached(wanted),
             )
         )
         return attempt
@@ -183,3 +190,11 @@ class Placer:
                 "terms": choice.reasons,
             }
         )
+
+
+def _uncached(wanted: RouterRequest) -> int | None:
+    """Tokens that whoever computes the prompt has not cached, as the router believes."""
+    choice = wanted.choice
+    if choice is None:
+        return None
+    return max(len(wanted.tokens) - choice.cached_tokens - choice.pull_tokens, 1)

@@ -225,6 +225,8 @@ class VariantLinks:
             link.send(SnapshotRequest())
         if message.load is not None:
             self._on_load(worker, message.load)
+        for attempt, tokens in message.placed or ():
+            self._router.told(worker.ident, attempt, tokens, self._clock())
         self.coordinator.on_step(message)
 
     def _on_draining(self, worker: _Worker, on: bool) -> None:

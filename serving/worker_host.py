@@ -27,7 +27,7 @@ from serving.kv.peer_link import PeerLinks
 from serving.kv.reader import KvReader
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
-from serving.load_report import load_report
+from serving.load_report import load_report, tell_others
 from serving.metrics import Registry
 from serving.outbox import Outbox, Outgoing
 from serving.submitted import read_submit
@@ -289,6 +289,8 @@ class WorkerHost:
         try:
             self.engine.submit(work)
             self.work_is_runnable()
+            if work.mode is not Mode.DECODE:
+                tell_others(link, submit, self._frontends)
         except (EngineDied, ValueError) as error:
             self._cancel(attempt)
             link.send(Step(ended=[Ended(attempt, "", str(error), isinstance(error, EngineDied))]))
@@ -435,7 +437,7 @@ class WorkerHost:
         if load is None or now - self._load_sent_s < LOAD_PERIOD_S:
             return None
         self._load_sent_s = now
-        return load_report(load, self.role, self.reader.take_moves())
+        return load_report(load, self.role, self.reader.take_moves(), now)
 
     def _on_snapshot(self, link: Link, runs: list[StoredRun]) -> None:
         """On the engine's thread."""

@@ -211,6 +211,9 @@ class Load:
     step_ms: float
     runnable: bool  # work is left that the next step could advance
     blocks: BlockStates
+    # The first prompts to compute, by when they are due: attempt, tokens left, due. None: it does not tell.
+    prompts: list[tuple[AttemptId, int, float]] | None = None
+    computed_tokens: int | None = None  # of prompts, in all
 
 
 @dataclass(slots=True)

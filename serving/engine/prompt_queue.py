@@ -28,9 +28,11 @@ from __future__ import annotations
 
 from bisect import insort
 
-from serving.engine.base import Counters
+from serving.engine.base import AttemptId, Counters
 from serving.engine.live_sequence import BlockTables, LiveSequence, Stage
 from serving.engine.sequence import PrefillSlice
+
+MOST_TOLD = 64  # prompts in a load report
 
 
 class PromptQueue:
@@ -62,6 +64,10 @@ class PromptQueue:
         if heads and min(heads).wants <= available:
             return True
         return any(seq.wants <= available for seq in self._shortened)
+
+    def first(self) -> list[tuple[AttemptId, int, float]]:
+        """Attempt, tokens left and due time of the first `MOST_TOLD`."""
+        return [(seq.attempt, seq.left, seq.due_s) for seq in self._prompts[:MOST_TOLD]]
 
     def add(self, seq: LiveSequence) -> None:
         """`seq` waits; `due_s`, `number` and `left` are set."""

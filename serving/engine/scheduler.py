@@ -246,6 +246,8 @@ class Scheduler:
             step_ms=step_ms,
             runnable=self.runnable,
             blocks=self.pool.states(),
+            prompts=self._prompts.first(),
+            computed_tokens=self.counters.prompt_tokens_computed,
         )
 
     def schedule(self, decode: bool = True) -> StepPlan:

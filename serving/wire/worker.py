@@ -50,6 +50,7 @@ class Submit(Message, tag="submit"):
     pull: Pull | None = None  # LOCAL, PREFILL
     reserve_tokens: U64 = 0  # with a live hand-off: so many may be drawn there meanwhile (since 2)
     adapter: str = ""  # LoRA (since 2)
+    uncached_tokens: U64 | None = None  # to compute there, as predicted (since 2)
 
 
 class Cancel(Message, tag="cancel"):
@@ -151,6 +152,8 @@ class Step(Message, tag="step"):
     ended: Annotated[list[Ended], ROWS] | None = None
     events: Events | None = None
     load: LoadReport | None = None
+    # Prompts that other frontends have sent just now: attempt, tokens to compute (since 2).
+    placed: Annotated[list[tuple[U64, U64]], FEW] | None = None
 
 
 class Snapshot(Message, tag="snap"):

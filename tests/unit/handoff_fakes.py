@@ -51,6 +51,7 @@ class FakeEngine:
 
     layout = "layout-1"
     block_tokens = 1
+    context_tokens = 4096
 
     def __init__(self, fill: int) -> None:
         size = BLOCK_BYTES * N_BLOCKS

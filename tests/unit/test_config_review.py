@@ -55,6 +55,7 @@ def shape(name: str, gpu: str = "H100-80") -> Options:
 RIGHT = {
     "tensorrt_llm": (trtllm(), LLAMA_8B),
     "sim": (sim(), Options()),
+    "as tight as it may be": (trtllm(trtllm={"free_gpu_memory_fraction": 0.86}), LLAMA_8B),
     "no GPU known, no weights here": (trtllm(), Options()),
     "70B on two": (
         trtllm(
@@ -304,6 +305,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], Options, Level, str, str, str]] = {
         W,
         "engine.trtllm.free_gpu_memory_fraction",
         "100% of the memory of H100-80 in use on prefill workers",
+        "free_gpu_memory_fraction: 0.83, about 90%",
+    ),
+    "a little too tight": (
+        trtllm(trtllm={"free_gpu_memory_fraction": 0.87}),  # 0.86 is 91.7 % and right
+        LLAMA_8B,
+        W,
+        "engine.trtllm.free_gpu_memory_fraction",
+        "92% of the memory of H100-80 in use on prefill workers",
         "free_gpu_memory_fraction: 0.83, about 90%",
     ),
     "half the card idle": (

@@ -455,6 +455,8 @@ async def test_older_wire(old: str) -> None:
         else:
             rig.move(source, A, target, B)
         await rig.ends(B)
+        why = "does not know that" if old == "target" else "too old"
+        assert why in (rig.frontend.ended[B][0].error or "")
         assert rig.frontend.ended[B][0].retryable
         await goes_on_at_source(rig)
 

@@ -36,6 +36,8 @@ class Report:
     moves: int = 0
     moved_tokens: int = 0
     move_ms: float = 0.0
+    queue: list[tuple[int, int, int]] | None = None
+    computed_tokens: int | None = None
 
 
 def models() -> WorkerModels:

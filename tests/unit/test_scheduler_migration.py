@@ -241,6 +241,18 @@ def test_taken_over(cached: bool) -> None:
     target.assert_idle()
 
 
+def test_reserve_is_for_the_move_alone() -> None:
+    """Preempted later, it waits for no more room than another."""
+    source, target = running(5), Rig()
+    move(source, target, A, B)
+    target.step()
+    seq = target.scheduler._live[B]
+    target.scheduler._preempt(seq)
+    assert target.scheduler._tables.needed(seq) == -(-(len(seq.tokens) + 1) // SIZE)
+    target.run()
+    assert source.told.tokens[A] + target.told.tokens[B] == continuation(TOKENS, 30)
+
+
 def test_reserve_ends_with_the_request() -> None:
     """No room is asked for what can never be drawn."""
     rig = Rig()

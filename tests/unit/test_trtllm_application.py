@@ -72,8 +72,13 @@ async def test_the_first_token_does_not_wait_for_the_kv(version: str) -> None:
         run = await app.run_reaches(1)
         assert len(run.sent) == 1
         await until(lambda: app.machine("decode")._running, LONG_S)
+        for n in range(3):  # whatever was said meanwhile has arrived
+            await app.complete(prompt(8, n), max_tokens=1)
+        (prefill,) = app.pool("prefill")
+        assert prefill.host.leases == 1  # the owner is told when the KV is there, not before
         app.machine("decode")._running[0].arrives_s = 0.0
         assert (await asked).n_tokens == 20
+        await until(lambda: prefill.host.leases == 0, LONG_S)
 
 
 @versions

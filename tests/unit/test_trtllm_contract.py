@@ -469,6 +469,8 @@ def test_an_eos_ends_it_on_either_side(version: str, n: int, tmp_path: Path) -> 
         decode.decode(3, prompt(20), chunk)
         decode.until(lambda: decode.reason(3))
         assert decode.reason(3) == "stop"
+        assert list(prefill.tokens(2)) == [0]
+        assert 0 not in decode.tokens(3)  # told once, by prefill
         assert {**prefill.tokens(2), **decode.tokens(3)} == dict(enumerate(whole))
 
 
