@@ -43,6 +43,12 @@ class Setup:
     kv_bytes_per_token: int = 4096
     kv_bytes: int = 384 << 20
     args: Mapping[str, Any] = field(default_factory=dict)
+    model: str = MODEL
+    engine: Mapping[str, Any] | None = None  # of a real model, instead of the simulated one
+    # What it can bear, and how long that takes.
+    begun_tokens: int = 40  # of every stream, when a fault strikes
+    long_prompt_tokens: int = 6000  # 0.3 s of prefill, 24 MB of KV
+    probe_every_s: float = 0.05
 
     @property
     def deadlines(self) -> Deadlines:
@@ -55,7 +61,7 @@ class Setup:
             "prefill_ms_per_token": PREFILL_MS_PER_TOKEN,
             "kv_bytes_per_token": self.kv_bytes_per_token,
         }
-        engine = {
+        engine = self.engine or {
             "kind": "sim",
             "profile": profile,
             "kv_bytes": self.kv_bytes,
@@ -70,9 +76,13 @@ class Setup:
         pools = {"prefill": pool(self.prefill), "decode": pool(self.decode)}
         return {"name": "main", "weights": "smollm2-135m", "engine": engine, **pools}
 
+    def served(self, variant: Mapping[str, Any]) -> dict[str, Any]:
+        """The model, with targets so wide that admission refuses nobody while workers are missing."""
+        return {"name": self.model, "variants": [variant], "slo": {"ttft_ms": 60_000, "itl_ms": 10_000}}
+
     def config(self) -> dict[str, Any]:
         args = {
-            "models": [{"name": MODEL, "variants": [self.variant]}],
+            "models": [self.served(self.variant)],
             "frontend": {"replicas": self.frontends},
             # Every request is handed over: KV must be on its way when workers die.
             "router": {"local_prefill": False},
@@ -89,7 +99,7 @@ class Setup:
     @property
     def pools(self) -> dict[str, int]:
         """Deployment -> replicas."""
-        name = f"{MODEL}-main"
+        name = f"{self.model}-main"
         return {f"{name}-prefill": self.prefill, f"{name}-decode": self.decode, "Frontend": self.frontends}
 
 
@@ -125,10 +135,10 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 class App:
     """A deployed `setup` on a running cluster. Its methods block: call those that wait from a thread."""
 
-    def __init__(self, cluster: Cluster, setup: Setup, *, model: str = MODEL) -> None:
+    def __init__(self, cluster: Cluster, setup: Setup) -> None:
         self.cluster = cluster
         self.setup = setup
-        self.model = model
+        self.model = setup.model
         self.wanted = dict(setup.pools)  # deployment -> replicas, as last asked for
         where = urlsplit(cluster.url)
         self.host, self.port = str(where.hostname), int(where.port or 80)
@@ -144,8 +154,12 @@ class App:
             if deployment in (None, name) and replica["state"] == "RUNNING"
         ]
 
+    def pool(self, role: str) -> str:
+        """Its deployment."""
+        return f"{self.model}-main-{role}"
+
     def workers(self, role: str) -> list[Replica]:
-        return self.replicas(f"{self.model}-main-{role}")
+        return self.replicas(self.pool(role))
 
     def count(self, deployment: str) -> int:
         """Replicas in whatever state."""
@@ -258,15 +272,17 @@ def by_worker(samples: Samples, name: str, **labels: str) -> dict[str, float]:
     return found
 
 
+def change(before: Samples, after: Samples, name: str, **labels: str) -> float:
+    """Of a counter. One that fell began anew meanwhile: Control, which keeps them, was replaced."""
+    was, now = total(before, name, **labels), total(after, name, **labels)
+    return now - was if now >= was else now
+
+
 def histogram_ms(before: Samples, after: Samples, name: str, share: float) -> float | None:
     """The quantile of what a histogram of seconds saw in between, within its bucket as if evenly spread;
     None if it saw nothing. Beyond the last bound: that bound."""
-    counts: dict[float, float] = {}
-    for samples, sign in ((after, 1), (before, -1)):
-        for (sample, labels), value in samples.items():
-            if sample == f"{name}_bucket":
-                bound = float(dict(labels)["le"])
-                counts[bound] = counts.get(bound, 0.0) + sign * value
+    bounds = {dict(labels)["le"] for sample, labels in after if sample == f"{name}_bucket"}
+    counts = {float(le): change(before, after, f"{name}_bucket", le=le) for le in bounds}
     if not counts.get(inf):
         return None
     wanted, low_s, below = counts[inf] * share, 0.0, 0.0

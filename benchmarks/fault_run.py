@@ -16,7 +16,6 @@ from benchmarks.fault_verdict import Row, gap_after_ms, judge
 
 STREAMS = 24
 PROMPT_TOKENS = 64
-BEGUN_TOKENS = 40  # of every stream, when the fault strikes
 IDLE_S = 90.0  # what is still held by then is leaked: every lease and deadline of a hand-off is shorter
 # Counters to report beside a row, by their change.
 COUNTED = {
@@ -50,7 +49,7 @@ async def run_fault(app: App, fault: Fault, reference: Reference, asks: Sequence
     # A name of its own: nothing of an earlier run is in any cache.
     load = Load(app, f"{fault.name}-{secrets.token_hex(3)}", asks, reconnect=fault.reconnect)
     scene = Scene(app, load)
-    await load.start(tokens=BEGUN_TOKENS)
+    await load.start(tokens=app.setup.begun_tokens)
     try:
         await fault.act(scene)
     finally:

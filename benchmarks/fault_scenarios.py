@@ -17,18 +17,16 @@ from typing import Any
 
 import psutil
 
-from benchmarks.fault_app import MODEL, App, Replica, by_worker, total
+from benchmarks.fault_app import App, Replica, by_worker, total
 from benchmarks.fault_client import Ask
 from benchmarks.fault_load import Load, random_prompt
 from serving.local_cluster import LocalCluster
 
-LONG_PROMPT_TOKENS = 6000  # 0.3 s of prefill, 24 MB of KV; in the slow set-up twice that
 LONG_PROMPTS = 4
 HANGUPS = 32
-SEEN_S = 20.0  # a state that a fault waits for comes sooner, or the run makes no sense
+SEEN_S = 60.0  # a state that a fault waits for comes sooner, or the run makes no sense
 SETTLED_S = 2.0  # after a thaw or a heal: what comes late would have come by then
 DRAINED_S = 300.0
-DECODE = f"{MODEL}-main-decode"
 
 
 @dataclass(slots=True)
@@ -58,8 +56,9 @@ class Scene:
 
     async def long_prompts(self) -> None:
         """Start some that will be computing, then on their way, for a while."""
-        numbers = random.Random(self.load.name)
-        asks = [Ask(random_prompt(numbers, LONG_PROMPT_TOKENS), 60) for _ in range(LONG_PROMPTS)]
+        numbers, length = random.Random(self.load.name), self.app.setup.long_prompt_tokens
+        named = self.app.setup.engine is not None
+        asks = [Ask(random_prompt(numbers, length), 60, named_tokens=named) for _ in range(LONG_PROMPTS)]
         await self.load.late(asks)
 
     async def seen(self, what: str, look: Callable[[], str | None]) -> str:
@@ -94,7 +93,10 @@ class Fault:
 
 
 async def sigkill_decode(scene: Scene) -> None:
-    scene.strike(await scene.worker("decode", scene.load.busiest()))
+    ident = scene.load.busiest()
+    victim = await scene.worker("decode", ident)
+    scene.notes["struck_streams"] = sum(live.decode_worker == ident for live in scene.load.live)
+    scene.strike(victim)
 
 
 def _computing(app: App) -> str | None:
@@ -188,16 +190,17 @@ async def sigstop_prefill(scene: Scene) -> None:
 
 
 async def scale_down(scene: Scene) -> None:
+    pool = scene.app.pool("decode")
     scene.struck_s = time.monotonic()
-    await asyncio.to_thread(scene.app.scale, DECODE, 1)
+    await asyncio.to_thread(scene.app.scale, pool, 1)
     took_s = await asyncio.to_thread(
-        scene.app.wait_until, "one decode worker is left", lambda: scene.app.count(DECODE) == 1, DRAINED_S
+        scene.app.wait_until, "one decode worker is left", lambda: scene.app.count(pool) == 1, DRAINED_S
     )
     scene.notes["drain_s"] = round(took_s, 1)
 
 
 def scale_back(app: App) -> None:
-    app.scale(DECODE, app.setup.decode)
+    app.scale(app.pool("decode"), app.setup.decode)
 
 
 async def rolling_update(scene: Scene, **args: Any) -> None:
@@ -206,7 +209,7 @@ async def rolling_update(scene: Scene, **args: Any) -> None:
     old = {replica.ident for replica in await asyncio.to_thread(app.replicas)}
     scene.struck_s = time.monotonic()
     deploying = asyncio.create_task(asyncio.to_thread(app.redeploy, app.setup.changed(**args)))
-    lowest = app.wanted[DECODE]
+    lowest = scene.notes["target_before"] = app.wanted[app.pool("decode")]
     until_s = scene.struck_s + DRAINED_S
 
     def replaced() -> bool:
@@ -231,13 +234,13 @@ def _holds(condition: Callable[[], bool]) -> bool:
 def _target(app: App, unknown: int) -> int:
     """Of the decode pool; `unknown` while Serve does not say."""
     try:
-        return app.targets().get(DECODE, 0)
+        return app.targets().get(app.pool("decode"), unknown)  # none are named while Serve builds
     except (OSError, KeyError, ValueError):
         return unknown
 
 
 def to_four(app: App) -> None:
-    app.scale(DECODE, 4)
+    app.scale(app.pool("decode"), 4)
     app.wait_until("four decode workers", app.at_strength)
 
 

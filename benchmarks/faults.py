@@ -1,6 +1,6 @@
 """What do clients notice when something breaks?
 
-    python -m benchmarks.faults [--json] [--only NAME[,NAME]] [--list]
+    python -m benchmarks.faults [--json] [--only NAME[,NAME]] [--list] [--model smollm2 [--dtype bfloat16]]
 
 24 live streams of 250 tokens, one every 20 ms, from `sim` workers with real NIXL (two prefill, three
 decode) and two frontends; then one fault at a time. Every token is compared by position with the answer of
@@ -13,7 +13,11 @@ an engine that nothing happens to. Per fault:
     other_errors         of the short requests that go out every 50 ms beside the streams
     leaked_blocks        KV blocks that are still held when everything is over
 
-A missed target is one line on stderr, and the exit code is 1.
+Beside them: a stream of 150 s and an answer of 30 s while frontends come and go. Faults of hosts and of
+their network need namespaces (root); where there are none they are reported as skipped.
+
+`--model smollm2`: the same with a real model, 6 streams, and the longest gap beside the time that the lost
+prompts take anew. A missed target is one line on stderr, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,102 +26,129 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fault_app import STEP_MS, App, Setup
+from benchmarks.fault_app import App, Setup
+from benchmarks.fault_client import Ask
+from benchmarks.fault_real import MODEL as REAL_MODEL
+from benchmarks.fault_real import UndisturbedAnswers, real_asks, real_setup, reprefill_ms
 from benchmarks.fault_reference import SimReference
-from benchmarks.fault_run import fault_asks, run_fault
+from benchmarks.fault_run import Reference, fault_asks, run_fault
 from benchmarks.fault_scenarios import FAULTS, UNDISTURBED, Fault
+from benchmarks.fault_targets import COLUMNS, long_misses, misses
+from benchmarks.long_answers import long_answers
+from benchmarks.network_faults import NETWORK_FAULTS, NODES, node_setup
 from benchmarks.report import Progress
+from serving.errors import KVRelayError
+from serving.local.namespaces import NamespaceCluster
+from serving.local.network import why_not
 from serving.local_cluster import LocalCluster
 
-KILL_GAP_MS = 150.0  # over a step
-FREEZE_GAP_MS = 150.0  # over the silence deadline
-MIGRATION_PAUSE_MS = 30.0  # over a step
+LONG = "long_answers"
+ON_NODES = ("node_removed", "partition_5s", "delay_50ms")  # benchmarks/multi_node.py has more
+ALL = [*FAULTS, *(fault for fault in NETWORK_FAULTS if fault.name in ON_NODES)]
 TCP = {"UCX_TLS": "tcp,self"}  # as between hosts; shared memory would hide what a frozen peer does
 # Small socket buffers: a read gets through at about 35 MB a second.
 SLOW_TCP = {**TCP, "UCX_TCP_SNDBUF": "16k", "UCX_TCP_RCVBUF": "16k"}
 SLOW_SETUP = Setup(kv_bytes_per_token=8192, kv_bytes=768 << 20)
-ZERO = (
-    "lost",
-    "repeated",
-    "wrong_usage",
-    "other_errors",
-    "leaked_blocks",
-    "left_in_flight",
-    "content_errors",
-    "replaced_replicas",
-)
-COLUMNS = (
-    "streams",
-    "completed",
-    "lost",
-    "repeated",
-    "wrong_usage",
-    "max_gap_ms",
-    "other_errors",
-    "leaked_blocks",
-)
+
+AskFor = Callable[[Fault], Sequence[Ask]]
 
 
-def misses(fault: Fault, row: dict[str, Any], setup: Setup) -> list[str]:
-    """One line per target that `row` does not meet."""
-    if "skipped" in row:
-        return []
-    found = [f"{name} = {row[name]}; target 0" for name in ZERO if row.get(name)]
-    if row["completed"] != row["streams"]:
-        found.append(f"completed = {row['completed']} of {row['streams']} streams")
-    if not row["nixl_bytes"]:
-        found.append("nixl_bytes = 0: nothing was handed over")
-    if not row["at_strength"]:
-        found.append("the application did not get back to its strength")
-    limit = {
-        "kill": STEP_MS + KILL_GAP_MS,
-        "freeze": setup.deadlines.silence_ms + FREEZE_GAP_MS,
-    }.get(fault.gap)
-    if limit is not None and row["max_gap_ms"] > limit:
-        found.append(f"max_gap_ms = {row['max_gap_ms']}; target {limit:g}")
-    pause = row.get("migration_pause_ms_p99")
-    if pause is not None and pause > MIGRATION_PAUSE_MS + STEP_MS:
-        found.append(f"migration_pause_ms_p99 = {pause}; target {MIGRATION_PAUSE_MS + STEP_MS:g}")
-    if row.get("lowest_target", 4) < 4:
-        found.append(f"lowest_target = {row['lowest_target']}; target 4")
-    return [f"{fault.name}: {line}" for line in found]
+class Bench:
+    """Runs faults and collects their rows. What cannot be brought about is a miss; the rest still runs."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.rows: dict[str, Any] = {}
+        self.missed: list[str] = []
+        self._progress = progress
+
+    async def run(
+        self, app: App, faults: Sequence[Fault], reference: Reference, ask_for: AskFor, **more: Any
+    ) -> None:
+        """`more`: added to every row, for the targets too."""
+        for fault in faults:
+            self._progress.say(f"{fault.name}: {fault.says}")
+            try:
+                row = await run_fault(app, fault, reference, ask_for(fault)) | more
+            except (TimeoutError, RuntimeError, OSError, KVRelayError) as error:
+                row = {"failed": f"{type(error).__name__}: {error}"}
+            self.rows[fault.name] = row
+            self.missed += misses(fault, row, app.setup)
+
+    def skip(self, faults: Sequence[Fault], why: str) -> None:
+        self.rows |= {fault.name: {"skipped": why} for fault in faults}
+
+    def report(self, **more: Any) -> dict[str, Any]:
+        undisturbed = self.rows.pop(UNDISTURBED.name, None)
+        return {"undisturbed": undisturbed, "faults": self.rows, **more, "missed": self.missed}
 
 
-async def measure(faults: Sequence[Fault], progress: Progress) -> dict[str, Any]:
-    rows: dict[str, Any] = {}
-    missed: list[str] = []
-    reference = SimReference()
-    for where, env, setup in (("local", TCP, Setup()), ("slow", SLOW_TCP, SLOW_SETUP)):
-        here = [fault for fault in faults if fault.where == where]
+def sim_asks(fault: Fault) -> list[Ask]:
+    return fault_asks(fault.tokens)
+
+
+async def measure_sim(names: Sequence[str], progress: Progress) -> dict[str, Any]:
+    bench, reference, more = Bench(progress), SimReference(), {}
+    faults = {
+        where: [fault for fault in ALL if fault.where == where and fault.name in names]
+        for where in ("local", "slow", "nodes")
+    }
+    if faults["local"] or LONG in names:
+        progress.say("starting the application")
+        with LocalCluster(cpus=8, dashboard=True, env=TCP) as cluster:
+            app = deployed(cluster, Setup())
+            await bench.run(app, [UNDISTURBED, *faults["local"]], reference, sim_asks)
+            if LONG in names:
+                progress.say("long answers while frontends come and go")
+                more = await long_answers(app, reference)
+                bench.missed += long_misses(more)
+    if faults["slow"]:
+        progress.say("starting the application over a slow network")
+        with LocalCluster(cpus=8, dashboard=True, env=SLOW_TCP) as cluster:
+            await bench.run(deployed(cluster, SLOW_SETUP), faults["slow"], reference, sim_asks)
+    reason = why_not()
+    if faults["nodes"] and reason is not None:
+        bench.skip(faults["nodes"], reason)
+    elif faults["nodes"]:
+        progress.say("starting the application on five nodes")
+        with NamespaceCluster(NODES) as nodes:
+            setup = node_setup()
+            nodes.deploy(setup.config(), timeout_s=240)
+            await bench.run(App(nodes, setup), faults["nodes"], reference, sim_asks)
+    reference.stop()
+    return bench.report(**more)
+
+
+async def measure_real(names: Sequence[str], dtype: str, progress: Progress) -> dict[str, Any]:
+    """The faults of one host."""
+    bench = Bench(progress)
+    faults = [fault for fault in ALL if fault.where != "nodes" and fault.name in names]
+    asks, exact = real_asks(), dtype == "float32"
+    predicted_ms = None
+    for env, here in (
+        (TCP, [UNDISTURBED, *(fault for fault in faults if fault.where == "local")]),
+        (SLOW_TCP, [fault for fault in faults if fault.where == "slow"]),
+    ):
         if not here:
             continue
-        progress.say(f"starting the application ({where})")
+        progress.say(f"starting {REAL_MODEL} in {dtype}")
         with LocalCluster(cpus=8, dashboard=True, env=env) as cluster:
-            cluster.serve(setup.config(), timeout_s=180)
-            app = App(cluster, setup)
-            for fault in [UNDISTURBED, *here] if where == "local" else here:
-                progress.say(f"{fault.name}: {fault.says}")
-                rows[fault.name] = row = await _row(app, fault, reference)
-                missed += (
-                    misses(fault, row, setup) if "failed" not in row else [f"{fault.name}: {row['failed']}"]
-                )
-    reference.stop()
-    undisturbed = rows.pop(UNDISTURBED.name, None)
-    return {"undisturbed": undisturbed, "faults": rows, "missed": missed}
+            app = deployed(cluster, real_setup(dtype))
+            reference = UndisturbedAnswers(app, exact=exact)
+            reference.learn(asks)
+            predicted_ms = await reprefill_ms(app, asks, len(asks) // app.setup.decode)
+            await bench.run(app, here, reference, lambda fault: asks, predicted_reprefill_ms=predicted_ms)
+    return bench.report(model=REAL_MODEL, dtype=dtype)
 
 
-async def _row(app: App, fault: Fault, reference: SimReference) -> dict[str, Any]:
-    """A fault that cannot be brought about is a failure; the others still run."""
-    try:
-        return await run_fault(app, fault, reference, fault_asks(fault.tokens))
-    except (TimeoutError, RuntimeError, OSError) as error:
-        return {"failed": f"{type(error).__name__}: {error}"}
+def deployed(cluster: LocalCluster, setup: Setup) -> App:
+    cluster.serve(setup.config(), timeout_s=300)
+    return App(cluster, setup)
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -127,8 +158,16 @@ def print_table(report: dict[str, Any]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     rows = {"(undisturbed)": report["undisturbed"] or {}, **report["faults"]}
     for fault, row in rows.items():
-        table.add_row(fault, *(str(row.get(name, "")) for name in COLUMNS))
-    Console().print(table)
+        why = next((f"{word}: {row[word]}" for word in ("skipped", "failed") if word in row), None)
+        if why is not None:
+            table.add_row(fault, why)
+        else:
+            table.add_row(fault, *(str(row.get(name, "")) for name in COLUMNS))
+    console = Console()
+    console.print(table)
+    for name in ("long_stream", "long_answer"):
+        if name in report:
+            console.print(name, report[name])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,17 +177,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these alone")
     parser.add_argument("--list", action="store_true", help="what there is, and nothing else")
+    parser.add_argument("--model", choices=["sim", REAL_MODEL], default="sim")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="of a real model"
+    )
     args = parser.parse_args(argv)
+    known = {fault.name: fault.says for fault in ALL}
+    known[LONG] = "a stream of 150 s and an answer of 30 s while frontends come and go"
     if args.list:
-        for fault in FAULTS:
-            print(f"{fault.name:<30} {fault.says}")
+        for name, says in known.items():
+            print(f"{name:<30} {says}")
         return 0
-    known = {fault.name: fault for fault in FAULTS}
     names = list(known) if args.only is None else args.only.split(",")
     unknown = [name for name in names if name not in known]
     if unknown:
         parser.error(f"no such fault: {', '.join(unknown)}; see --list")
-    report = asyncio.run(measure([known[name] for name in names], Progress(quiet=args.json)))
+    progress = Progress(quiet=args.json)
+    if args.model == "sim":
+        report = asyncio.run(measure_sim(names, progress))
+    else:
+        report = asyncio.run(measure_real(names, args.dtype, progress))
     if args.json:
         print(json.dumps(report))
     else:

@@ -28,6 +28,7 @@ NODES: dict[str, dict[str, Any]] = {
     "d2": {"labels": {"pool": "decode"}, "cpus": 1, "env": DRAIN},
 }
 WORKER_CPUS = 0.9  # one fits a node, as with accelerators: a lost one comes back where the node does
+LAX = {"ttft_ms": 60_000, "itl_ms": 1000}  # nobody is refused because this machine is busy
 PARTITION_S = 5.0
 IMPAIRED_S = 5.0  # how long a slow or long way lasts
 NOTICED_S = 15.0  # by then Ray knows that a silent node is dead
@@ -43,7 +44,7 @@ def node_setup(**fields: Any) -> Setup:
     for role in ("prefill", "decode"):
         variant[role] = {**variant[role], "max_replicas": 2, "cpus": WORKER_CPUS, "labels": {"pool": role}}
     return plain.changed(
-        models=[{"name": MODEL, "variants": [variant]}],
+        models=[{"name": MODEL, "slo": LAX, "variants": [variant]}],
         frontend={"replicas": 2, "max_per_node": 1, "labels": {"pool": "frontend"}},
     )
 

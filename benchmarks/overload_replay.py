@@ -1,17 +1,18 @@
-"""More than the workers can do, on a virtual clock: the real router, a gate in front of it, simulated workers.
+"""More than the workers can do, on a virtual clock: the real router, a gate before it, simulated workers.
 
 The workers are those of benchmarks/router_replay.py in the separate layout, whose decode steps grow with
-the batch, and that also report their decodes. Frontends take turns, and know of each other only what workers
-report. A request is good when its first token came within the target for its length and its mean time
-between tokens within the target; a refused one is not.
+the batch, and that also report their decodes. Frontends take turns, and know of each other only what
+workers report. A request is good when its first token came within the target for its length and its mean
+time between tokens within the target; a refused one is not.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -138,7 +139,9 @@ class OverloadReplay(Replay):
         self.retry_errors_s: list[tuple[float, float]] = []  # (told, what it was)
         self._tenant, self._priority = tenant, priority
         self._arrived = 0
-        self._told: deque[tuple[float, int, str, int, int]] = deque()
+        self._told: deque[tuple[float, int, str, str, int, int]] = deque()
+        self._coming: Counter[str] = Counter()  # to decode workers, while their prompts compute
+        self._coming_tokens: Counter[str] = Counter()
         self._probes: list[Probe] = []
         self._probed_s = 0.0
 
@@ -173,11 +176,15 @@ class OverloadReplay(Replay):
         router.book(job.attempt, computes, wanted, now_s)
         if choice.prefill is not None:
             router.book(job.attempt + 1, choice.decode, wanted, now_s)
+        self._coming[choice.decode] += 1
+        self._coming_tokens[choice.decode] += request.prompt_tokens
         self._plan(self._queues[computes].submit(job, now_s), "prefill", computes)
         uncached = max(request.prompt_tokens - choice.cached_tokens, 1)
-        self._told.append((now_s + ON_THE_WAY_S, frontend, computes, job.attempt, uncached))
+        self._told.append((now_s + ON_THE_WAY_S, frontend, computes, choice.decode, job.attempt, uncached))
 
     def _on_computed(self, done: Job, name: str, now_s: float) -> None:
+        self._coming[done.decode] -= 1
+        self._coming_tokens[done.decode] -= done.request.prompt_tokens
         super()._on_computed(done, name, now_s)
         self._report_decode(done.decode, now_s)
 
@@ -192,16 +199,18 @@ class OverloadReplay(Replay):
     def _report_decode(self, name: str, now_s: float) -> None:
         batch = self._decodes[name]
         total = self._setup.blocks
-        used = min(int(batch._kv_tokens // BLOCK_TOKENS), total)
+        # A hand-off holds its blocks from when it is sent.
         step_ms = batch._step_s() * 1e3 if len(batch) else 0.0
-        report = Report(len(batch), 0, 0, total - used, total, step_ms)
+        used = min(int((batch._kv_tokens + self._coming_tokens[name]) // BLOCK_TOKENS), total)
+        report = Report(len(batch), self._coming[name], 0, total - used, total, step_ms)
         for router in self._routers:
             router.on_load(name, report, now_s)
 
     def _tell(self, now_s: float) -> None:
         """Workers tell all frontends but the sender of the prompts they get."""
         while self._told and self._told[0][0] <= now_s:
-            _, sender, worker, attempt, uncached = self._told.popleft()
+            _, sender, worker, decode, attempt, uncached = self._told.popleft()
+            self._report_decode(decode, now_s)
             for number, router in enumerate(self._routers):
                 if number != sender:
                     router.told(worker, attempt, uncached, now_s)
@@ -260,7 +269,7 @@ class OverloadReplay(Replay):
         sums = np.cumsum(lengths)
         borders = [lengths[int(np.searchsorted(sums, sums[-1] * part / 3))] for part in (1, 2)]
         shares = {}
-        for lane, (low, high) in zip(LANES, _pairs([0, *borders, 1 << 30]), strict=True):
+        for lane, (low, high) in zip(LANES, pairwise([0, *borders, 1 << 30]), strict=True):
             inside = sum(low <= job.request.prompt_tokens < high for job in self.jobs)
             outside = sum(low <= entry.request.prompt_tokens < high for entry in self.refused)
             shares[lane] = round(inside / max(inside + outside, 1), 3)
@@ -292,10 +301,6 @@ def _wanted(request: TraceRequest) -> RouterRequest:
 
 def _quantile(values: Sequence[float], percent: float) -> float:
     return round(float(np.percentile(values, percent)), 4) if values else 0.0
-
-
-def _pairs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return zip(values, values[1:], strict=False)
 
 
 __all__ = [

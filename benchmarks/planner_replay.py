@@ -39,6 +39,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: its threads would only wait for each other
 
 from planner.observation import FittedTimes
+from planner.predict import ForecastState, forecast, record
 from planner.predictors import PREDICTORS
 from planner.settings import Targets
 from planner.sim_cluster import Cluster
@@ -55,8 +56,9 @@ TIMES = EngineTimes(prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS)
 TARGETS = Targets(ttft_ms=1500, ttft_ms_per_1k_tokens=1e6 / TOKENS_PER_S, itl_ms=50, percentile=98)
 CRITERION = Criterion.of(TARGETS)
 BUDGET = 32
+QUANTILE = 0.8  # of forecast errors, planner.settings' default
 ATTAINMENT = 0.99  # of static_peak
-HEADROOM_STEP = 0.05
+COARSE, FINE = 0.2, 0.05  # steps of the head-room factor
 MOST_HEADROOM = 4.0
 DAY_SCALE = 0.1  # of ServeGen's rates: the day then peaks at a dozen workers
 DAY_STARTUP_S = 300.0
@@ -134,18 +136,33 @@ def static_peak(pool: ProcessPoolExecutor, least: tuple[int, int], say: Say) -> 
 def matched(
     pool: ProcessPoolExecutor, attainment: float, initial: tuple[int, int], startup_s: float, say: Say
 ) -> Row:
-    """The smallest factor, in steps, whose run attains as much; else the one that attains most."""
-    tried: list[Row] = []
+    """The smallest factor, in steps, whose run attains as much; else the one that attains most.
+
+    Coarse steps up to the first that does, two at a time, then every fine one below it.
+    """
+    tried: dict[float, Row] = {}
+
+    def attempt(factors: list[float]) -> None:
+        say(f"peer_matched: head-room {', '.join(f'{factor:g}' for factor in factors)}")
+        n = len(factors)
+        for factor, row in zip(
+            factors, pool.map(_matched, factors, [initial] * n, [startup_s] * n), strict=True
+        ):
+            tried[factor] = row
+
     factor = 1.0
-    while factor <= MOST_HEADROOM:
-        factors = [round(factor + i * HEADROOM_STEP, 2) for i in range(2)]
-        say(f"peer_matched: head-room {factors[0]:.2f}")
-        for row in pool.map(_matched, factors, [initial] * 2, [startup_s] * 2):
-            tried.append(row)
-            if row["attainment"] >= attainment:
-                return row | {"reached": True}
-        factor = factors[-1] + HEADROOM_STEP
-    return max(tried, key=lambda row: row["attainment"]) | {"reached": False}
+    while factor <= MOST_HEADROOM and not _good(tried, attainment):
+        attempt([round(factor + i * COARSE, 2) for i in range(2)])
+        factor += 2 * COARSE
+    good = _good(tried, attainment)
+    if not good:
+        return max(tried.values(), key=lambda row: row["attainment"]) | {"reached": False}
+    attempt([round(good[0] - i * FINE, 2) for i in range(1, round(COARSE / FINE))])
+    return tried[_good(tried, attainment)[0]] | {"reached": True}
+
+
+def _good(tried: dict[float, Row], attainment: float) -> list[float]:
+    return sorted(factor for factor, row in tried.items() if row["attainment"] >= attainment)
 
 
 # ------------------------------------------------------------ sections
@@ -192,23 +209,50 @@ def cold_start(folder: str | None, say: Say) -> Row:
 
 
 def day(folder: str | None, say: Say) -> Row:
-    """Also: what the other predictors would have cost."""
     say("servegen_day: drawing requests")
     requests = trace("servegen_day", folder)
     initial = 3, 6
     setup = SimSetup(TIMES, initial=initial, startup_s=DAY_STARTUP_S)
     rows: Row = {}
-    for predictor in PREDICTORS:
-        say(f"servegen_day: {predictor}")
-        name = "kvrelay" if predictor == "blend" else f"kvrelay_{predictor}"
-        rows[name] = run(requests, planner(DAY_STARTUP_S, predictor), setup)[0]
+    say(f"servegen_day: kvrelay, {len(requests):,} requests")
+    rows["kvrelay"] = run(requests, planner(DAY_STARTUP_S), setup)[0]
     say("servegen_day: peer_throughput")
     rows["peer_throughput"] = run(requests, MeanThroughput(TARGETS, initial, BUDGET), setup)[0]
+    say("servegen_day: predictors")
     return {
         "policies": rows,
         "initial": initial,
         "startup_s": DAY_STARTUP_S,
         "rate_scale": DAY_SCALE,
+        "predictors": {name: walk_forward(requests, name) for name in PREDICTORS},
+    }
+
+
+def walk_forward(requests: Sequence[TraceRequest], predictor: str) -> Row:
+    """Forecasts of the day's rate at `DAY_STARTUP_S`, by the minute, beside what came."""
+    counts: dict[int, int] = {}
+    for request in requests:
+        minute = int(request.arrival_s // 60)
+        counts[minute] = counts.get(minute, 0) + 1
+    lead = round(DAY_STARTUP_S / 60)
+    minutes = max(counts) + 1
+    state = ForecastState()
+    errors, short, given = [], [], []
+    for minute in range(minutes - lead - 2):
+        now_s = (minute + 1) * 60.0
+        arrivals = counts.get(minute, 0)
+        state = record(state, 60.0, arrivals, predictor=predictor, lead_s=DAY_STARTUP_S, now_s=now_s)
+        made = forecast(state, predictor, QUANTILE, now_s)
+        actual = sum(counts.get(minute + lead + k, 0) for k in (-1, 0, 1, 2)) / 240.0
+        if minute >= 60 and actual > 0:
+            errors.append(abs(made.expected - actual) / actual)
+            short.append(made.expected * made.headroom < actual)
+            given.append(made.expected * made.headroom / actual)
+    n = len(errors)
+    return {
+        "mape": round(sum(errors) / n, 4),
+        "under_provisioned": round(sum(short) / n, 4),
+        "provision_over_actual": round(sum(given) / n, 4),
     }
 
 

@@ -12,18 +12,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-__all__ = ["Backlog", "Slack"]
-
+__all__ = ["Backlog", "Blocked"]
 
 LATE_MS = 300.0  # later than this a prompt is not worth to be spared any more
 
 
 @dataclass(frozen=True, slots=True)
-class Slack:
-    """How far the prompts that a new one would overtake may be delayed."""
+class Blocked:
+    """A prompt would make others late."""
 
-    ms: float  # until the first of them misses its limit; inf: nobody has one
-    clears_ms: float = 0.0  # from now, until that one is done or would not be overtaken any more
+    done_ms: float  # from now, when the last of them is done
+    behind_ms: float  # from now, when a prompt like this one would not overtake it any more
 
 
 @dataclass(slots=True)
@@ -130,28 +129,27 @@ class Backlog:
             ahead += prompt.left_ms
         return ahead
 
-    def slack(
-        self, due_s: float, now_s: float, margin_ms: float = 0.0, others_due_to_limit_ms: float = inf
-    ) -> Slack:
-        """Of the prompts that one due at `due_s` would make wait, until they are within `margin_ms` of their
-        limits. Those that are late already do not count: to spare them would help nobody. Others' limits are
-        taken to be so long after they are due (below 0: before)."""
+    def blocked(
+        self, due_s: float, work_ms: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float
+    ) -> Blocked | None:
+        """By prompts that one due at `due_s` would overtake, and bring within `margin_ms` of their limits.
+
+        Those that are much too late already do not count: to spare them would help nobody. Others' limits
+        are taken to be so long after they are due (below 0: before). None: it makes nobody late.
+        """
         if not self._queue:
-            return Slack(inf)
+            return None
         self._work_off(now_s)
-        done_ms, least, clears_ms = self._others_ms, inf, 0.0
+        done_ms, blocked = self._others_ms, None
         for prompt in self._queue:
             done_ms += prompt.left_ms
             if prompt.due_s <= due_s or prompt.left_ms <= 0:
                 continue
             limit_s = prompt.limit_s if prompt.ours else prompt.due_s + others_due_to_limit_ms / 1e3
             slack_ms = (limit_s - now_s) * 1e3 - done_ms
-            if -LATE_MS <= slack_ms < least + margin_ms:
-                least, clears_ms = (
-                    max(slack_ms - margin_ms, 0.0),
-                    min(done_ms, (prompt.due_s - due_s) * 1e3),
-                )
-        return Slack(least, clears_ms)
+            if -LATE_MS <= slack_ms < work_ms + margin_ms:
+                blocked = Blocked(done_ms, (prompt.due_s - due_s) * 1e3)
+        return blocked
 
     def left_ms(self, attempts: Iterable[int], due_s: float | None, now_s: float) -> float:
         """What is left of `attempts`, or of those among them due by `due_s`."""

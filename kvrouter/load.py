@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from math import inf
 
-from kvrouter.backlog import Backlog, Slack
+from kvrouter.backlog import Backlog, Blocked
 from kvrouter.deadline import Order, due_s
 from kvrouter.perf_model import WorkerModels
 from kvrouter.router import LoadLike, WorkerView
@@ -225,8 +225,8 @@ class WorkerLoad:
             booking = self._computing.get(attempt)
             if booking is not None:
                 # It cannot know yet what will be cached when it is this prompt's turn.
-                tokens = min(tokens, booking.uncached_tokens)
-                self._backlog.correct(attempt, prefill.ms(tokens, booking.prompt_tokens), now_s)
+                left = min(tokens, booking.uncached_tokens)
+                self._backlog.correct(attempt, prefill.ms(left, booking.prompt_tokens), now_s)
             elif attempt not in self.bookings:
                 others.append((now_s + due_ms / 1e3, tokens * prefill.ms_per_token))
                 others_tokens += tokens
@@ -288,11 +288,13 @@ class WorkerLoad:
         """Own prompts that one due then would delay."""
         return self._backlog.behind(due_s, now_s)
 
-    def slack(self, due_s: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float) -> Slack:
+    def blocked(
+        self, due_s: float, work_ms: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float
+    ) -> Blocked | None:
         """See Backlog."""
         if self.frontends > 1:
             margin_ms += self._unreported_ms(now_s, None)
-        return self._backlog.slack(due_s, now_s, margin_ms, others_due_to_limit_ms)
+        return self._backlog.blocked(due_s, work_ms, now_s, margin_ms, others_due_to_limit_ms)
 
     def take_lateness(self) -> list[float]:
         """Of first tokens since the last call: seconds after their limits, below 0 before."""
@@ -324,6 +326,13 @@ class WorkerLoad:
             return own * self.frontends
         reported = self._report.running + self._report.waiting - self._ended_since_report
         return max(own, reported + len(self._recent) * self.frontends)
+
+    @property
+    def running(self) -> int:
+        """Of those, what the worker runs already, as it said last."""
+        if self._report is None:
+            return 0
+        return min(max(self._report.running - self._ended_since_report, 0), self.in_flight)
 
     @property
     def kv_blocks(self) -> int:

@@ -286,8 +286,18 @@ class PolicyRouter:
     def computed(self, attempt: int, now_s: float) -> None:
         worker = self._attempts.get(attempt)
         if worker is not None:
-            self._loads[worker].computed(attempt, now_s)
+            load = self._loads[worker]
+            load.computed(attempt, now_s)
             self._pending.drop(attempt)  # the events that tell of its blocks came before
+            if load.models.prefill.linear.samples == 1:
+                self._teach_peers(load)
+
+    def _teach_peers(self, load: WorkerLoad) -> None:
+        """Its first sample. Peers without one are taken to be as fast: if they were still taken to be slow,
+        they would get nothing to do and never show what they can."""
+        for peer in self._loads.values():
+            if peer.view.role == load.view.role and not peer.models.prefill.linear.samples:
+                peer.models.learn_from(load.models)
 
     def progress(self, attempt: int, tokens: int) -> None:
         worker = self._attempts.get(attempt)

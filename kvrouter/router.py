@@ -29,7 +29,7 @@ class LoadLike(Protocol):
     moves: int  # reads of KV from peers since the report before
     moved_tokens: int
     move_ms: float  # summed
-    # Prompts to compute, soonest due first: attempt, tokens left, due in so many ms; None: it does not tell.
+    # Prompts to compute, soonest due first: attempt, tokens left, due in so many ms; None: not told.
     queue: list[tuple[int, int, int]] | None
     computed_tokens: int | None  # of prompts, since the worker began; None: it does not tell
 

@@ -144,7 +144,7 @@ def _frontends(
     if observation.frontends is None or observation.inflight is None:
         return None, state.frontends
     rates = [
-        forecast(s.forecast, settings.predictor, settings.error_quantile, settings.interval_s, now_s).rate
+        forecast(s.forecast, settings.predictor, settings.error_quantile, now_s).rate
         for s in states.values()
     ]
     wanted = max(

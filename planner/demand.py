@@ -20,6 +20,9 @@ __all__ = ["Demand", "demand"]
 
 FEWEST_SAMPLES = 8  # of the time models, before which they say nothing
 PAUSE_S = 60.0  # after growth or a start, in which no pool shrinks
+REGRET_S = 600.0  # growth so soon after a shrink takes it back
+FORGIVE_S = 3600.0  # without a change, after which that is forgotten
+MOST_PATIENCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,17 @@ def demand(
 ) -> tuple[Demand, VariantState]:
     lead_s = own.startup_s + settings.interval_s
     if seen.arrivals is not None and seen.window_s > 0:
-        state = replace(state, forecast=record(state.forecast, seen.window_s, seen.arrivals, lead_s, now_s))
+        state = replace(
+            state,
+            forecast=record(
+                state.forecast,
+                seen.window_s,
+                seen.arrivals,
+                predictor=settings.predictor,
+                lead_s=lead_s,
+                now_s=now_s,
+            ),
+        )
     if seen.arrivals or seen.queued or seen.decoding or state.last_request_s is None:
         state = replace(state, last_request_s=now_s)
     now = current(seen.pools)
@@ -44,7 +57,7 @@ def demand(
     blind = _blind(seen)
     if blind is not None or seen.times is None:
         return Demand(held, held, f"hold: {blind}"), state
-    expected = forecast(state.forecast, settings.predictor, settings.error_quantile, lead_s, now_s)
+    expected = forecast(state.forecast, settings.predictor, settings.error_quantile, now_s)
     sizer = Sizer(seen, seen.times, own)
     if _idle(state, own, now_s):
         zero = own.prefill.min_replicas, own.decode.min_replicas
@@ -57,7 +70,8 @@ def demand(
     band = rate * (1 + settings.dead_band)
     wanted = sizer.cheapest(rate, least)
     want = Want(now_s, sizer.cost(sizer.cheapest(band, least)))
-    kept = [w for w in state.wants if w.at_s > now_s - settings.down_window_s]
+    window_s = settings.down_window_s * state.patience
+    kept = [w for w in state.wants if w.at_s > now_s - window_s]
     state = replace(state, wants=(*kept, want), since_s=now_s if state.since_s is None else state.since_s)
     if own.together:
         # Decode workers compute the prompts too: they need what both roles would.
@@ -74,11 +88,8 @@ def demand(
             roles = held
     roles = _bounded(roles, own)
     reason = _reason(roles, wanted, expected, rate, lead_s)
-    grown_s = now_s if sum(roles) > sum(held) else state.grown_s
-    return (
-        Demand(wanted, roles, reason, expected, sizer.unreachable),
-        replace(state, roles=roles, grown_s=grown_s),
-    )
+    state = _remember_turn(replace(state, roles=roles), sum(roles) - sum(held), now_s)
+    return Demand(wanted, roles, reason, expected, sizer.unreachable), state
 
 
 # ------------------------------------------------------------ what is known
@@ -127,10 +138,21 @@ def _calm(state: VariantState, now_s: float) -> bool:
 
 def _may_shrink(state: VariantState, settings: Settings, now_s: float) -> bool:
     """The window was seen whole, and nothing grew just now."""
-    whole = state.since_s is not None and now_s - state.since_s >= (
-        settings.down_window_s - settings.interval_s
-    )
-    return whole and _calm(state, now_s)
+    window_s = settings.down_window_s * state.patience - settings.interval_s
+    return state.since_s is not None and now_s - state.since_s >= window_s and _calm(state, now_s)
+
+
+def _remember_turn(state: VariantState, change: int, now_s: float) -> VariantState:
+    """Growth soon after a shrink says that the shrink was a mistake: be slower with the next one."""
+    if change < 0:
+        return replace(state, shrunk_s=now_s)
+    if change > 0:
+        regret = now_s - state.shrunk_s < REGRET_S
+        patience = min(state.patience * 2, MOST_PATIENCE) if regret else state.patience
+        return replace(state, grown_s=now_s, patience=patience)
+    if now_s - max(state.grown_s, state.shrunk_s) > FORGIVE_S:
+        return replace(state, patience=1)
+    return state
 
 
 def _more(sizer: Sizer, held: Roles, floor: Roles, least: Roles, rate: float, *, flip: bool) -> Roles:

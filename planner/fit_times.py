@@ -1,4 +1,4 @@
-"""Fits measured times to kvrouter.perf_model's forms: least squares on relative errors, nothing negative."""
+"""Fits measured times to kvrouter.perf_model's forms: relative least squares, nothing negative."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ KEPT_ERRORS = 240
 FEW_ERRORS = 10  # before these, `FIRST_HEADROOM`
 FIRST_HEADROOM = 1.1
 MOST_HEADROOM = 2.0
+COMPARED = ("last", "shape")  # whose errors are always kept: the blend weighs by them
 LEVEL_S = 240.0  # of the rate that counts as the present one
 FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0, 80.0)  # in which a jump may show
 FAST_SIGMAS = 2.5  # by which it must stand out
@@ -35,6 +36,7 @@ class ForecastState:
     pending: tuple[tuple[float, dict[str, float]], ...] = ()  # (due, forecasts by predictor)
     errors: dict[str, tuple[float, ...]] | None = None  # actual / forecast, the newest last
     dispersion: float = 1.0  # variance of arrivals in a tick, by their mean
+    ahead: float | None = None  # the last forecast of the predictor in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ class Forecast:
 
 
 def record(
-    state: ForecastState, window_s: float, arrivals: int, lead_s: float, now_s: float
+    state: ForecastState, window_s: float, arrivals: int, *, predictor: str, lead_s: float, now_s: float
 ) -> ForecastState:
-    """`arrivals` came in the `window_s` up to now."""
+    """`arrivals` came in the `window_s` up to now. Once a minute there is a new forecast."""
     ticks = (*(t for t in state.ticks if t[0] > now_s - LEVEL_S), (now_s, window_s, float(arrivals)))
     state = replace(
         state,
@@ -57,21 +59,18 @@ def record(
         open_s=state.open_s + window_s,
         dispersion=_dispersion([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
     )
-    return _close_bin(state, lead_s, now_s) if state.open_s >= BIN_S else state
+    return _close_bin(state, predictor, lead_s, now_s) if state.open_s >= BIN_S else state
 
 
-def forecast(
-    state: ForecastState, predictor: str, quantile: float, lead_s: float, now_s: float
-) -> Forecast:
-    """At `now_s + lead_s`."""
+def forecast(state: ForecastState, predictor: str, quantile: float, now_s: float) -> Forecast:
+    """At the lead that `record` was given."""
     level = _level(state, now_s)
-    known = PREDICTORS[predictor](state.past, lead_s, state.errors or {}) if state.past.bins else None
-    expected = level if known is None else known
+    expected = level if state.ahead is None else state.ahead
     headroom = _headroom((state.errors or {}).get(predictor, ()), quantile)
     return Forecast(max(expected * headroom, level), expected, level, headroom)
 
 
-def _close_bin(state: ForecastState, lead_s: float, now_s: float) -> ForecastState:
+def _close_bin(state: ForecastState, predictor: str, lead_s: float, now_s: float) -> ForecastState:
     past = state.past.with_bin(state.open_arrivals / state.open_s, now_s)
     errors = dict(state.errors or {})
     pending = []
@@ -83,13 +82,20 @@ def _close_bin(state: ForecastState, lead_s: float, now_s: float) -> ForecastSta
             ratio = min(max(past.last / value if value > 0 else 1.0, 0.1), 10.0)
             errors[name] = (*errors.get(name, ())[-KEPT_ERRORS + 1 :], ratio)
     made = {}
-    for name, predict in PREDICTORS.items():
-        if name != "arima":  # costs too much to be made only to be compared
-            ahead = predict(past, lead_s, errors)
-            if ahead is not None:
-                made[name] = ahead
+    for name in dict.fromkeys((*COMPARED, predictor)):
+        ahead = PREDICTORS[name](past, lead_s, errors)
+        if ahead is not None:
+            made[name] = ahead
     pending.append((now_s + lead_s, made))
-    return replace(state, past=past, open_arrivals=0.0, open_s=0.0, pending=tuple(pending), errors=errors)
+    return replace(
+        state,
+        past=past,
+        open_arrivals=0.0,
+        open_s=0.0,
+        pending=tuple(pending),
+        errors=errors,
+        ahead=made.get(predictor),
+    )
 
 
 def _headroom(errors: tuple[float, ...], quantile: float) -> float:

@@ -4,8 +4,8 @@
     python -m planner.profile --config configs/quickstart.yaml --out profiles/quickstart
 
 Drives a real engine of this installation through a small grid, alone on this machine: prompts of growing
-length with nothing, half and most of them cached, then batches of decodes. Fits kvrouter.perf_model's forms,
-writes OUT.json with where it was measured, and OUT.png with the points and the fit. Takes minutes.
+length with nothing, half and most of them cached, then batches of decodes. Fits kvrouter.perf_model's
+forms, writes OUT.json with where it was measured, and OUT.png with the points and the fit. Takes minutes.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def measure(
     try:
         driver.run([driver.fresh(SHORTEST)], NEW_TOKENS)  # the first steps are slow as no other
         prefill = _measure_prefill(driver, longest, engine.block_tokens, case_s, report)
-        step = _measure_steps(driver, longest, room, max_batch, case_s, report)
+        step = _measure_steps(driver, longest, room, max_batch, case_s=case_s, report=report)
     finally:
         engine.stop()
     return prefill, step
@@ -145,13 +145,13 @@ def _measure_prefill(
                 ms = driver.prefill_ms(prompt)
                 points.append((length - cached, length, ms))
                 took_ms = max(took_ms, ms)
-        if took_ms * GROWTH * 3 * REPEATS > case_s * 1e3 * REPEATS:
+        if took_ms * GROWTH * 3 > case_s * 1e3:
             break
     return points
 
 
 def _measure_steps(
-    driver: Driver, longest: int, room: int, max_batch: int, case_s: float, report: Report
+    driver: Driver, longest: int, room: int, max_batch: int, *, case_s: float, report: Report
 ) -> list[tuple[int, int, float]]:
     batches = [n for k in range(12) if (n := 2**k) <= max_batch]
     points: list[tuple[int, int, float]] = []

@@ -187,8 +187,11 @@ def _next_value(values: Sequence[float], fewest: int) -> float:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fit did not converge: it is still a forecast
-        fitted = ARIMA(list(values), order=(1, 1, 1)).fit(method_kwargs={"maxiter": 50})
-        ahead = float(fitted.forecast(1)[0])
+        try:
+            fitted = ARIMA(list(values), order=(1, 1, 1)).fit(method_kwargs={"maxiter": 20})
+            ahead = float(fitted.forecast(1)[0])
+        except ValueError:  # LinAlgError is one: values that are all alike, for instance
+            return values[-1]
     return min(max(ahead, 0.0), 4 * max(values))
 
 

@@ -30,12 +30,14 @@ class PoolState:
 @dataclass(frozen=True, slots=True)
 class VariantState:
     forecast: ForecastState = field(default_factory=ForecastState)
-    wants: tuple[Want, ...] = ()  # of the last `down_window_s`
+    wants: tuple[Want, ...] = ()  # of the last `down_window_s`, times `patience`
     since_s: float | None = None  # first tick that was not blind
     last_request_s: float | None = None
     pools: dict[str, PoolState] = field(default_factory=dict)
     roles: tuple[int, int] | None = None  # asked for last
     grown_s: float = -1e18  # when they last grew
+    shrunk_s: float = -1e18
+    patience: int = 1  # times `down_window_s`; doubled by a shrink that had to be taken back
 
 
 @dataclass(frozen=True, slots=True)

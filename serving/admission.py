@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp, inf, log
+from math import exp, log
 
 from kvrouter.deadline import SLACK_MS
 from kvrouter.load import WorkerLoad
@@ -43,7 +43,8 @@ FIRST_OUTPUT_TOKENS = 256.0  # mean length of an answer, before there was one
 OUTPUT_RATE = 0.02  # of the running mean
 PRESSURE_RATE = 0.02  # of the running share of refusals, per request
 PRESSURE = 0.05  # refused, from which on claims count
-DECODE_RESERVE = 0.2  # of the reserve; of a batch it costs throughput
+DECODE_RESERVE = 0.3  # of the reserve; of a batch it costs throughput
+HORIZON = 0.5  # of ttft_ms, that a batch is predicted ahead
 FIRST_MARGIN = 1 / 16  # of ttft_ms, for what predictions leave out
 MOST_MARGIN = 0.5
 MARGIN_STEP = 1 / 32
@@ -65,7 +66,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` None: admitted. The others are label values of a metric: ttft, itl, kv, share, lane, priority."""
+    """`reason` None: admitted; else ttft, itl, kv, share, lane or priority, label values of a metric."""
 
     reason: str | None
     lane: int  # index into LANES
@@ -73,6 +74,18 @@ class Verdict:
     own_ms: float  # prefill
     limit_s: float  # when its first token is to be out
     retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Meets:
+    """What a request meets where its prompt would be computed."""
+
+    load: WorkerLoad
+    own_ms: float
+    due_s: float
+    wait_ms: float
+    room_ms: float  # that it may wait
+    now_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,52 +136,46 @@ class Admission:
         load = self._load_of(choice.prefill or choice.decode)
         own_ms = self._own_ms(ask, choice)
         due_s = load.due_s(own_ms, now_s)
-        wait_ms = load.wait_ms(due_s, now_s)
         lane = self.lengths.lane(own_ms)
         slo = self._slo
         room_ms = slo.ttft_ms + max(slo.ttft_ms_per_1k_tokens * ask.prompt_tokens / 1e3 - own_ms, 0.0)
         if ask.timeout_ms is not None:
             room_ms = max(min(room_ms, ask.timeout_ms - own_ms), 0.0)
         room_ms *= self._config.slack
+        meets = _Meets(load, own_ms, due_s, load.wait_ms(due_s, now_s), room_ms, now_s)
         limit_s = now_s + (own_ms + room_ms) / 1e3
-        lack = self._lack(ask, choice, load, own_ms, wait_ms, room_ms, 1.0, now_s)
+        lack = self._lack(ask, choice, meets, 1.0)
         if lack is None and self._refused > PRESSURE:
             claim, part = self._claim(ask, lane, now_s)
-            if part < 1.0:
-                lack = self._lack(ask, choice, load, own_ms, wait_ms, room_ms, part, now_s)
-                if lack is not None:
-                    lack = _Lack(claim, lack.wait_s)
+            lack = self._lack(ask, choice, meets, part) if part < 1.0 else None
+            if lack is not None:
+                lack = _Lack(claim, lack.wait_s)
         if lack is None:
-            return Verdict(None, lane, wait_ms, own_ms, limit_s)
-        return Verdict(lack.reason, lane, wait_ms, own_ms, limit_s, min(lack.wait_s, LONGEST_RETRY_S))
+            return Verdict(None, lane, meets.wait_ms, own_ms, limit_s)
+        retry_s = min(lack.wait_s, LONGEST_RETRY_S)
+        return Verdict(lack.reason, lane, meets.wait_ms, own_ms, limit_s, retry_s)
 
     # ------------------------------------------------------------ what is missing
 
-    def _lack(
-        self,
-        ask: Ask,
-        choice: Choice,
-        load: WorkerLoad,
-        own_ms: float,
-        wait_ms: float,
-        room_ms: float,
-        part: float,
-        now_s: float,
-    ) -> _Lack | None:
-        """Why it would not do with `part` of what there is, the longest lack of all."""
+    def _lack(self, ask: Ask, choice: Choice, meets: _Meets, part: float) -> _Lack | None:
+        """Why it would not do with `part` of what there is: what lasts longest."""
         lacks = []
+        load = meets.load
         if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
-            too_long_ms = wait_ms - (part * room_ms - self._margin_ms)
-            if wait_ms > 0 and too_long_ms > 0:
-                lacks.append(_Lack("ttft", too_long_ms / 1e3))
+            over_ms = meets.wait_ms + self._margin_ms - part * meets.room_ms
+            if meets.wait_ms > 0 and over_ms > 0:
+                lacks.append(_Lack("ttft", over_ms / 1e3))
             else:
-                slack = load.slack(
-                    load.due_s(own_ms, now_s), now_s, self._margin_ms, self._slo.ttft_ms - SLACK_MS
+                blocked = load.blocked(
+                    meets.due_s, meets.own_ms, meets.now_s, self._margin_ms, self._slo.ttft_ms - SLACK_MS
                 )
-                if slack.ms < own_ms:
-                    lacks.append(_Lack("ttft", slack.clears_ms / 1e3))
+                if blocked is not None:
+                    # Until they are done, or until a new one would be behind them and may wait for them.
+                    may_wait_ms = blocked.done_ms - meets.wait_ms + over_ms
+                    clears_ms = min(blocked.done_ms, max(blocked.behind_ms, may_wait_ms))
+                    lacks.append(_Lack("ttft", clears_ms / 1e3))
         if ask.max_tokens > 1:
-            lack = self._decode_lack(ask, choice, (wait_ms + own_ms) / 1e3, part)
+            lack = self._decode_lack(ask, choice, (meets.wait_ms + meets.own_ms) / 1e3, part)
             if lack is not None:
                 lacks.append(lack)
         return max(lacks, key=lambda lack: lack.wait_s, default=None)
@@ -184,7 +191,11 @@ class Admission:
         step = load.models.step
         held = load.kv_blocks
         life_s = self._output_tokens * step.ms(batch, held * size) / 1e3
-        left = exp(-ready_s / life_s)
+        # Of those that decode some will have ended. Those whose prompts still compute will all be there, and
+        # so will some that come after this one: whoever looks far ahead finds their places taken.
+        ready_s = min(ready_s, HORIZON * self._slo.ttft_ms / 1e3)
+        decoding = load.running / batch
+        left = decoding * exp(-ready_s / life_s) + 1.0 - decoding
         part = 1.0 - DECODE_RESERVE * (1.0 - part)
         lacks = []
         if step.linear.evidence >= FEWEST_SAMPLES:
@@ -193,13 +204,13 @@ class Admission:
             allowed_ms = part * (target_ms - alone_ms)
             others_ms = step.ms(batch + 1, (held + needs) * size) - alone_ms
             if 0 < allowed_ms < left * others_ms:
-                lacks.append(_Lack("itl", _fades_s(allowed_ms / others_ms, ready_s, life_s)))
+                lacks.append(_Lack("itl", _fades_s(allowed_ms / others_ms, left, life_s)))
         room = part * load.view.total_blocks - needs
         if left * load.used_blocks > room:
-            lacks.append(_Lack("kv", _fades_s(max(room, 1.0) / load.used_blocks, ready_s, life_s)))
+            lacks.append(_Lack("kv", _fades_s(max(room, 1.0) / load.used_blocks, left, life_s)))
         most = part * load.view.max_batch - 1
         if left * batch > most:
-            lacks.append(_Lack("itl", _fades_s(max(most, 0.5) / batch, ready_s, life_s)))
+            lacks.append(_Lack("itl", _fades_s(max(most, 0.5) / batch, left, life_s)))
         return max(lacks, key=lambda lack: lack.wait_s, default=None)
 
     def _learn_margin(self, late_s: list[float]) -> None:
@@ -238,6 +249,6 @@ class Admission:
         return min(ask.max_tokens, self._output_tokens) * step_ms / batch
 
 
-def _fades_s(share: float, ready_s: float, life_s: float) -> float:
-    """How much later a request must come for `share` of those that decode now to be left when it is ready."""
-    return max(-life_s * log(min(share, 1.0)) - ready_s, 0.0) if share > 0 else inf
+def _fades_s(share: float, left: float, life_s: float) -> float:
+    """Until `share` of today's decodes are left; `left` of them will be when the prompt is ready."""
+    return max(life_s * log(left / share), 0.0)

@@ -6,14 +6,17 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ray import serve
+from ray import cloudpickle
 from ray.serve import Application
+from ray.serve._private.constants import SERVE_NAMESPACE
+from ray.serve._private.deployment_state import CHECKPOINT_KEY
+from ray.serve._private.storage.kv_store import RayInternalKVStore
 
 from decode.deployment import decode_deployment
 from prefill.deployment import prefill_deployment
-from serving.config import load_config
+from serving.config import FrontendConfig, load_config
 from serving.control import Control
-from serving.deployment_name import deployment_name
+from serving.deployment_name import FRONTEND, deployment_name
 from serving.frontend import Frontend
 
 log = logging.getLogger("kvrelay.app")
@@ -55,7 +58,7 @@ def build(args: dict[str, Any]) -> Application:
                 )
             pools[model.name, variant.name] = handles
     frontend = Frontend.options(  # type: ignore[attr-defined]
-        num_replicas=config.frontend.replicas,
+        num_replicas=frontend_replicas(config.frontend, running.get(FRONTEND, 0)),
         ray_actor_options=door_options,
         max_replicas_per_node=config.frontend.max_per_node,
         graceful_shutdown_timeout_s=config.deadlines.request_ms / 1e3 + 5,
@@ -64,23 +67,27 @@ def build(args: dict[str, Any]) -> Application:
     return application
 
 
-def running_targets() -> Mapping[str, int]:
-    """Replica targets of this application's deployments now, so that a redeploy never shrinks a pool.
+def frontend_replicas(frontend: FrontendConfig, running: int) -> int:
+    """As configured; where the planner may grow them, never fewer than there are."""
+    if frontend.max_replicas is None:
+        return frontend.replicas
+    return min(max(running, frontend.replicas), frontend.max_replicas)
 
-    Empty when nothing runs yet, which a failing look-up means as well: it must not stop a deploy.
+
+def running_targets() -> Mapping[str, int]:
+    """Replica targets of the deployments that run now, so that a redeploy never shrinks a pool.
+
+    Serve's status names no deployment of an application while that application is being built, so they
+    come from the record by which a Serve controller finds its deployments again. Empty when nothing runs
+    yet, which a failing look-up means as well: it must not stop a deploy.
     """
     try:
-        applications = serve.status().applications
-    except Exception as error:  # no Serve yet: RayServeException, or no Ray in this process at all
-        log.info("no running application to take replica targets from: %s", error)
+        saved = RayInternalKVStore(f"ray-serve-{SERVE_NAMESPACE}").get(CHECKPOINT_KEY)
+        states = {} if saved is None else cloudpickle.loads(saved)
+        return {deployment.name: state.target_num_replicas for deployment, state in states.items()}
+    except Exception as error:  # no Ray in this process, or another Serve than this was written for
+        log.warning("the replica targets of what runs are not known: %s", error)
         return {}
-    targets: dict[str, int] = {}
-    for application in applications.values():
-        for name, deployment in application.deployments.items():
-            # A replica that is leaving is no target: counting it would grow the pool with every redeploy.
-            states = deployment.replica_states.items()
-            targets[name] = sum(count for state, count in states if state != "STOPPING")
-    return targets
 
 
 __all__ = ["build", "running_targets"]

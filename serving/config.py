@@ -28,13 +28,20 @@ class Section(Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all sections: unknown keys are errors."""
 
 
-class Slo(Section, frozen=True):
-    """Targets of one model, at `percentile`; TTFT may grow with the prompt's length."""
+class SloTargets(Section, frozen=True):
+    """Targets at `percentile`; TTFT may grow with the prompt's length."""
 
     ttft_ms: Milliseconds = 800
     ttft_ms_per_1k_tokens: Annotated[float, Meta(ge=0)] = 50
     itl_ms: Milliseconds = 40
     percentile: Annotated[float, Meta(gt=0, lt=100)] = 95
+
+
+class Slo(SloTargets, frozen=True):
+    """Of one model. `classes`: targets of their own for priority classes, by name; what a class leaves out
+    has the usual default, not the model's value."""
+
+    classes: dict[str, SloTargets] = msgspec.field(default_factory=dict)
 
 
 class SimProfile(Section, frozen=True):

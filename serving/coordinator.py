@@ -32,6 +32,7 @@ from serving.errors import (
 from serving.frontend_metrics import FrontendMetrics
 from serving.gate import Gate, Refused
 from serving.generation import GenerationRequest, Sink
+from serving.lateness import Lateness, to_blame
 from serving.moving import MOVED, Mover
 from serving.placement import Placer
 from serving.retry_budget import RetryBudget
@@ -63,13 +64,13 @@ class Coordinator:
         """`seeded_resume`: the engines draw the same tokens again after a resume."""
         self._gate = gate
         self._seeded_resume = seeded_resume
-        self._workers = workers
-        self._deadlines = deadlines
+        self._request_ms = deadlines.request_ms
+        self._lateness = Lateness(deadlines, workers)
         self._max_inflight = max_inflight
         self._metrics = metrics
         self._clock = clock
         self._runs: dict[int, Run] = {}  # attempt -> run
-        self._live: set[Run] = set()
+        self._live: dict[Run, None] = {}  # oldest first
         self._placer = Placer(
             model=model, router=router, workers=workers, runs=self._runs, metrics=metrics, gate=gate
         )
@@ -78,12 +79,6 @@ class Coordinator:
         self._budget = RetryBudget(max_inflight)
         self._mover = Mover(self._live, self._placer, metrics)
         self._demand = Demand()
-        self._stage_ms = {
-            Stage.QUEUE: deadlines.queue_ms,
-            Stage.PREFILL: deadlines.prefill_ms,
-            Stage.TRANSFER: deadlines.transfer_ms,
-            Stage.FIRST_DECODE: deadlines.first_token_ms,
-        }
 
     @property
     def in_flight(self) -> int:
@@ -118,7 +113,7 @@ class Coordinator:
             raise Overloaded(f"{self._max_inflight} requests are in flight; try again shortly")
         now = self._clock()
         run = Run(request, sink, now, self._cancel)
-        limit_ms = self._deadlines.request_ms
+        limit_ms = self._request_ms
         if request.timeout_ms is not None:
             limit_ms = min(limit_ms, request.timeout_ms)
         run.deadline_s = now + limit_ms / 1e3
@@ -133,14 +128,25 @@ class Coordinator:
             raise
         n_prompt = len(request.prompt)
         self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), None, now)
-        self._live.add(run)
+        self._live[run] = None
         self._budget.earn()
         self._metrics.prompt_tokens.observe(len(request.prompt))
         return run
 
     def _cancel(self, run: Run, outcome: str) -> None:
-        if not run.ended:
-            self._end(run, outcome)
+        if run.ended:
+            return
+        if outcome == FinishReason.STOP.value:  # its client side found a stop string: a complete answer
+            for attempt in run.decoding:
+                self._breakers.succeeded(attempt.worker)
+            self._count_answer(run)
+        self._end(run, outcome)
+
+    def stop(self) -> None:
+        """End everything; for when nobody will call `sweep` any more."""
+        for run in list(self._live):
+            if not run.ended:
+                self._fail(run, Unavailable("this frontend stops; try again shortly"))
 
     # ------------------------------------------------------------ frames from workers
 
@@ -166,7 +172,7 @@ class Coordinator:
         if attempt is not None:
             self._breakers.succeeded(attempt.worker)
         if ended.reason == MOVED:
-            if not self._mover.moved(run, ended.attempt):
+            if not self._mover.moved(run):
                 self._retry(run, WorkerLost("the worker that took over is gone"), now)
             return
         run.final = FinishReason(ended.reason)
@@ -178,13 +184,14 @@ class Coordinator:
         if run is None:
             return
         if run.attempts[attempt].mode is Mode.DECODE:
+            run.attempts[attempt].arrived = True
             if run.stage is Stage.TRANSFER:
                 run.enter(Stage.FIRST_DECODE, now)
             return
         self._router.begun(attempt, n_cached, now)
         if run.stage is Stage.QUEUE:
+            self._metrics.queue.observe(now - run.stage_s)
             run.enter(Stage.PREFILL, now)
-            self._metrics.queue.observe(now - run.started_s)
         if not run.sent:
             # A resume finds its own tokens again; what the client's prompt hit is the first answer.
             run.info.cached_tokens = min(n_cached, len(run.request.prompt))
@@ -254,10 +261,12 @@ class Coordinator:
                 metrics.ttft_error.observe(abs(ttft_s - run.predicted_ttft_s))
         else:
             metrics.itl.observe((now - run.last_s) / count, count)
-        if run.stage is Stage.QUEUE or run.stage is Stage.PREFILL:  # the first of this placement
-            run.enter(Stage.TRANSFER if len(run.attempts) > 1 else Stage.FIRST_DECODE, now)
+        first = run.stage is Stage.QUEUE or run.stage is Stage.PREFILL  # of this placement
+        if first:
+            coming = any(a.mode is Mode.DECODE and not a.arrived for a in run.attempts.values())
+            run.enter(Stage.TRANSFER if coming else Stage.FIRST_DECODE, now)
             self._prompt_computed(run, now)
-        elif run.stage is not Stage.DECODE:
+        if run.stage is not Stage.DECODE and (count > 1 or not first):
             run.enter(Stage.DECODE, now)
             run.tries = 0
         run.last_s = now
@@ -277,6 +286,7 @@ class Coordinator:
             self._router.computed(attempt.ident, now)
             if attempt.mode is Mode.PREFILL:
                 self._router.release(attempt.ident)
+                self._breakers.succeeded(attempt.worker)
             else:
                 self._router.progress(attempt.ident, 1)
 
@@ -285,6 +295,11 @@ class Coordinator:
     def _finish(self, run: Run, now: float) -> None:
         reason = run.final
         assert reason is not None
+        self._count_answer(run)
+        self._end(run, reason.value)
+        run.sink.on_finish(reason)
+
+    def _count_answer(self, run: Run) -> None:
         generated = len(run.sent)
         self._metrics.output_tokens.observe(generated)
         self._demand.finished(len(run.request.prompt), generated)
@@ -292,8 +307,6 @@ class Coordinator:
             self._gate.ended(generated)
         if generated > 1:
             self._metrics.tpot.observe((run.last_s - run.started_s) / generated)
-        self._end(run, reason.value)
-        run.sink.on_finish(reason)
 
     def _fail(self, run: Run, error: KVRelayError) -> None:
         self._end(run, "error")
@@ -303,7 +316,7 @@ class Coordinator:
         """Free everything the run holds, here and on the workers. After it no call reaches the sink but
         the terminal one of the caller."""
         run.ended = True
-        self._live.discard(run)
+        self._live.pop(run, None)
         self._drop_attempts(run)
         self._metrics.requests.inc(labels=(outcome,))
         self._metrics.e2e.observe(self._clock() - run.started_s)
@@ -327,32 +340,32 @@ class Coordinator:
         now = self._clock()
         for run in list(self._live):
             for attempt in list(run.attempts.values()):
-                if attempt.worker != ident or run.ended:
-                    continue
-                if attempt.mode is Mode.PREFILL and run.sent:
-                    # Its token is out; whether its KV is, the decode worker will say.
-                    run.attempts.pop(attempt.ident)
-                    self._runs.pop(attempt.ident, None)
-                else:
+                if attempt.worker == ident and attempt.ident in run.attempts:  # else a retry took it back
                     self._on_failed(run, attempt.ident, f"the link to worker {ident} broke", True, now)
 
     def _on_failed(self, run: Run, attempt: int, message: str, retryable: bool, now: float) -> None:
+        failed = run.attempts[attempt]
+        if failed.handed_over or (failed.mode is Mode.PREFILL and failed.computed):
+            self._placer.release(run, attempt)  # its work is done; whether the KV arrived, its reader says
+            return
         log.warning(
-            "%s: attempt %x on %s failed: %s",
-            run.request.request_id, attempt, run.attempts[attempt].worker, message,
-        )  # fmt: skip
+            "%s: attempt %x on %s failed: %s", run.request.request_id, attempt, failed.worker, message
+        )
         self._metrics.attempt_failures.inc()
         move = run.move
-        if move is not None and move.target == attempt and not move.left:
+        if move is not None and move.target == attempt and move.source in run.attempts:
             self._placer.release(run, attempt)
             self._mover.stop(run, message, now)
             return
-        worker = run.attempts[attempt].worker
-        self._count_failure(worker, now)
+        self._count_failure(failed.worker, now)
         if not retryable:
             self._fail(run, EngineFailure(message))
             return
-        run.failed_on.add(worker)
+        run.failed_on.add(failed.worker)
+        if (
+            failed.mode is Mode.DECODE and not failed.arrived
+        ):  # its KV did not come: it may be the other side
+            run.failed_on.update(a.worker for a in run.attempts.values())
         self._retry(run, WorkerLost(message), now)
 
     def _retry(self, run: Run, error: Unavailable, now: float) -> None:
@@ -360,6 +373,10 @@ class Coordinator:
         run.final = None
         self._drop_attempts(run)
         run.early.clear()
+        if len(run.sent) == run.request.params.max_tokens:  # only the worker's word for it was missing
+            run.final = FinishReason.LENGTH
+            self._finish(run, now)
+            return
         run.info.resumes += 1
         if run.sent and not self._seeded_resume and not run.request.params.is_greedy:
             run.info.redrawn_from = run.info.redrawn_from or len(run.sent)
@@ -385,31 +402,6 @@ class Coordinator:
             self._metrics.breaker_openings.inc()
             log.warning("worker %s fails requests in a row: avoided for a while", worker)
 
-    def _late(self, run: Run, now: float) -> str | None:
-        """The stage that takes longer than it may."""
-        limit_ms = self._stage_ms.get(run.stage)
-        return run.stage.value if limit_ms is not None and (now - run.stage_s) * 1e3 > limit_ms else None
-
-    def _silent(self, run: Run, now: float) -> str | None:
-        """A stream without tokens. Where requests wait it may be one that gave way: that is a queue."""
-        quiet_ms = (now - run.last_s) * 1e3
-        if quiet_ms <= self._deadlines.silence_ms:
-            return None
-        entries = [self._workers.get(attempt.worker) for attempt in run.decoding]
-        runs = all(entry is not None and entry.waiting == 0 for entry in entries)
-        return "silence" if runs or quiet_ms > self._deadlines.queue_ms else None
-
-    @staticmethod
-    def _to_blame(run: Run) -> list[str]:
-        """The workers whose turn it is in the run's stage."""
-        decoding = run.stage not in (Stage.QUEUE, Stage.PREFILL)
-        return [
-            a.worker
-            for a in run.attempts.values()
-            if (a.mode is Mode.LOCAL or decoding == (a.mode is Mode.DECODE))
-            and (run.move is None or run.move.target != a.ident)
-        ]
-
     def sweep(self) -> None:
         """Enforce the deadlines; call it every quarter of a second."""
         now = self._clock()
@@ -421,20 +413,19 @@ class Coordinator:
                 self._fail(run, DeadlineExceeded("the request's deadline passed"))
                 continue
             if run.waits_after is not None:
-                if self._late(run, now) is None:
+                if self._lateness.late(run, now) is None:
                     self._go_on(run, run.waits_after, now)
                 else:
                     self._metrics.deadlines.inc(labels=(Stage.QUEUE.value,))
                     self._fail(run, run.waits_after)
                 continue
-            move = run.move
-            if move and not move.left and (now - move.since_s) * 1e3 > self._deadlines.transfer_ms:
+            if self._lateness.move_is_late(run, now):
                 self._mover.stop(run, "it took too long", now)
-            late = self._silent(run, now) if run.stage is Stage.DECODE else self._late(run, now)
+            late = self._lateness.late(run, now)
             if late is None:
                 continue
             self._metrics.deadlines.inc(labels=(late,))
-            blamed = self._to_blame(run)
+            blamed = to_blame(run)
             run.failed_on.update(blamed)
             for worker in blamed:
                 self._count_failure(worker, now)

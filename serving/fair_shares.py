@@ -1,8 +1,8 @@
 """Who got how much of something lately, and who has had more than a fair share of it. Pure.
 
-Amounts fade with `MEMORY_S`, so that neither an old debt nor an old credit counts for long. Fair is max-min:
-those that ask for less than an even share get all they ask for, the others even parts of the rest. Nobody
-has to know what anybody will ask for: whoever is above the mean of all that ask gives way.
+Amounts fade with `MEMORY_S`, so that neither an old debt nor an old credit counts for long. Fair is
+max-min: those that ask for less than an even share get all they ask for, the others even parts of the
+rest. Nobody has to know what anybody will ask for: whoever is above the mean of all that ask gives way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a worker tells frontends of its load: with a frame that leaves anyway, and of a new prompt at once."""
+"""What a worker tells of its load: with frames that leave anyway, and of a new prompt at once."""
 
 from __future__ import annotations
 

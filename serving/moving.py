@@ -9,8 +9,8 @@ stop         the target failed before that: the run goes on where it was
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from serving.engine.base import Mode
 from serving.errors import NoWorker
 from serving.frontend_metrics import FrontendMetrics
 from serving.placement import Placer
@@ -26,7 +26,7 @@ MOVED = "moved"  # reason of an Ended whose run goes on at the reader of its KV
 class Mover:
     """`live` are the coordinator's runs."""
 
-    def __init__(self, live: set[Run], placer: Placer, metrics: FrontendMetrics) -> None:
+    def __init__(self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics) -> None:
         self._live = live
         self._placer = placer
         self._metrics = metrics
@@ -45,7 +45,7 @@ class Mover:
                 there += 1
                 if run.move is not None:
                     moving += run.move.source == attempt.ident
-                elif run.stage is Stage.DECODE and attempt.mode is not Mode.PREFILL:
+                elif run.stage is Stage.DECODE and attempt in run.decoding:
                     waiting.append((run, attempt))
         for run, attempt in waiting:
             if moving >= MOVES_AT_ONCE:
@@ -59,16 +59,20 @@ class Mover:
                 run.move_after_s = now + MOVE_AGAIN_S
         return there
 
-    def moved(self, run: Run, source: int) -> bool:
+    def moved(self, run: Run) -> bool:
         """False: nobody has the run, the target failed or was taken back while the source confirmed."""
         self._metrics.migrations.inc(labels=("moved",))
-        if run.move is not None and run.move.source == source:
-            run.move.left = True
         return bool(run.decoding)
 
     def taken_over(self, run: Run, now: float) -> None:
+        move = run.move
+        assert move is not None
         self._metrics.migration_gap.observe(now - run.last_s)
         run.move = None
+        run.info.decode_worker = run.attempts[move.target].worker
+        source = run.attempts.get(move.source)
+        if source is not None:
+            source.handed_over = True
 
     def stop(self, run: Run, why: str, now: float) -> None:
         move = run.move

@@ -100,7 +100,6 @@ class Placer:
         attempt.computed = True
         self.router.computed(attempt.ident, now)
         run.move = Move(source.ident, attempt.ident, now)
-        run.info.decode_worker = choice.decode
 
     def release(self, run: Run, attempt: int) -> Attempt | None:
         """`attempt` is over on its worker; idempotent."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 
 from planner.settings import PoolLimits, Settings, Targets, VariantSettings
-from serving.config import AppConfig, PoolConfig, Slo, Variant
+from serving.config import AppConfig, PoolConfig, SloTargets, Variant
 from serving.live_settings import LivePlanner
 
 Key = tuple[str, str]  # model, variant
@@ -20,7 +20,7 @@ def planner_settings(config: AppConfig, live: LivePlanner, startups: Mapping[Key
     for model in config.models:
         changed = live.targets.get(model.name)
         for variant in model.variants:
-            classes = getattr(model.slo, "classes", {})
+            classes = model.slo.classes
             variants[f"{model.name}/{variant.name}"] = VariantSettings(
                 targets=_targets(model.slo, msgspec.to_builtins(changed) if changed is not None else {}),
                 classes={name: _targets(slo, {}) for name, slo in classes.items()},
@@ -52,7 +52,7 @@ def budget_of(config: AppConfig, live: LivePlanner) -> float:
     return sum(pool.max_replicas * _cost(config, pool) for pool in _pools(config))
 
 
-def _targets(slo: Slo, changed: Mapping[str, float | None]) -> Targets:
+def _targets(slo: SloTargets, changed: Mapping[str, float | None]) -> Targets:
     names = ("ttft_ms", "ttft_ms_per_1k_tokens", "itl_ms", "percentile")
     values = {name: getattr(slo, name) for name in names}
     return Targets(**values | {name: value for name, value in changed.items() if value is not None})

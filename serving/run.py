@@ -41,16 +41,18 @@ class Attempt:
     worker: str
     mode: Mode
     computed: bool = False  # the prompt is; a prefill attempt is then its reader's business
+    arrived: bool = False  # of a decode attempt: the KV is there
+    handed_over: bool = False  # the target of a move goes on with it; only its end is still to be told
 
 
 @dataclass(slots=True)
 class Move:
-    """A run on its way from one decode worker to another; it goes on at the source meanwhile."""
+    """A run on its way from one decode worker to another; it goes on at the source meanwhile, whose attempt
+    ends when it has given the run up."""
 
     source: int  # attempts
     target: int
     since_s: float
-    left: bool = False  # the source gave it up
 
 
 class Run:
@@ -117,8 +119,8 @@ class Run:
 
     @property
     def decoding(self) -> list[Attempt]:
-        """The attempts that make its tokens, or are to."""
-        return [attempt for attempt in self.attempts.values() if attempt.mode is not Mode.PREFILL]
+        """The attempts that make its tokens, or are to: one, and the target of a move."""
+        return [a for a in self.attempts.values() if a.mode is not Mode.PREFILL and not a.handed_over]
 
     def cancel(self, outcome: str = "cancelled") -> None:
         self._cancel(self, outcome)

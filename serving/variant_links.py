@@ -167,6 +167,7 @@ class VariantLinks:
             task.add_done_callback(self._stopping.discard)
 
     async def stop(self) -> None:
+        self.coordinator.stop()
         for worker in list(self._workers.values()):
             self._drop(worker)
         if self._stopping:

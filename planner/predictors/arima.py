@@ -26,6 +26,9 @@ def predict_arima(past: Past, lead_s: float, errors: Errors) -> float | None:
         ) from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a fit did not converge: it is still a forecast
-        fitted = ARIMA(list(past.bins), order=ORDER).fit(method_kwargs={"maxiter": 20})
-        steps = max(round(lead_s / BIN_S), 1)
-        return max(float(fitted.forecast(steps)[-1]), 0.0)
+        try:
+            fitted = ARIMA(list(past.bins), order=ORDER).fit(method_kwargs={"maxiter": 20})
+            ahead = float(fitted.forecast(max(round(lead_s / BIN_S), 1))[-1])
+        except ValueError:  # LinAlgError is one: rates that are all alike, for instance
+            return past.last
+    return max(ahead, 0.0)

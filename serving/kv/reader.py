@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -287,10 +287,11 @@ class KvReader:
                 source, target = source[have - chunk.first :], reserved.blocks[have:end]
                 note = pack_note(AttemptId(job.source), chunk.generation)
                 renew = partial(peer.send, Renew(job.source, chunk.generation))
-                read = self._kv_io.read(
-                    peer.agent, source, target, note, transfer_s, token=job.attempt, waiting=renew
-                )
-                reads.create_task(self._copied(job, peer, read) if job.live and not chunk.last else read)
+                read = partial(
+                    self._kv_io.read, peer.agent, source, target, note, transfer_s,
+                    token=job.attempt, waiting=renew,
+                )  # fmt: skip
+                reads.create_task(self._copied(job, peer, read) if job.live and not chunk.last else read())
                 job.n_read += len(source)
                 job.n_blocks = end
             if chunk.last and chunk.token is not None:
@@ -300,12 +301,14 @@ class KvReader:
                 if job.whole and job.n_blocks != n_blocks:
                     raise TransferError(f"the last chunk ends at block {job.n_blocks} of {n_blocks}")
                 job.last_chunk_s = asyncio.get_running_loop().time()
+                if chunk.state and not self._engine.capabilities.moves_kv:
+                    raise TransferError("the owner's engine moves KV by itself, this one does not")
                 job.token, job.state = chunk.token, chunk.state
                 return
 
-    async def _copied(self, job: Job, peer: Peer, read: Awaitable[None]) -> None:
+    async def _copied(self, job: Job, peer: Peer, read: Callable[[], Awaitable[None]]) -> None:
         """What the owner told while it went on is here: it may pause."""
-        await read
+        await read()
         assert job.generation is not None
         peer.send(Ready(job.source, job.generation))
 

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,6 +34,13 @@ import yaml
 from serving.errors import StartError
 from serving.local.environment import host_environment
 from serving.local.network import Counters, VirtualNetwork
+from serving.local.ray_node import (
+    DASHBOARD_PORT,
+    GCS_PORT,
+    Node,
+    on_a_host_of_its_own,
+    start_command,
+)
 from serving.local.rollout import wait_until_answered
 from serving.local.serve_rest import ServeRest
 from serving.local.status import Status
@@ -41,34 +48,7 @@ from serving.local.status import Status
 POLL_S = 0.1
 STARTS = 3  # of Ray on one node, as a supervisor would
 HTTP_PORT = 8000
-DASHBOARD_PORT = 8265
-GCS_PORT = 6379
 ARGUMENTS = "cluster.json"
-# One value a node would do: every host has ports of its own. docs/deploy.md says what each is for.
-NODE_PORTS = (
-    "--node-manager-port=6380",
-    "--object-manager-port=6381",
-    "--runtime-env-agent-port=6382",
-    "--dashboard-agent-listen-port=6383",
-    "--dashboard-agent-grpc-port=6384",
-    "--metrics-export-port=6385",
-    "--min-worker-port=20000",
-    "--max-worker-port=20499",
-)
-# The first process of a host: it hands a SIGTERM on, and takes everything along when Ray ends.
-INIT = (
-    "mount -t tmpfs -o size=1g tmpfs /dev/shm && hostname $1 && shift || exit 1; "
-    "trap 'kill -TERM $!' TERM; \"$@\" & wait $!; wait $!"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """One host and its `ray start`."""
-
-    labels: Mapping[str, str] = field(default_factory=dict)
-    cpus: float = 4  # logical, as Ray counts them
-    env: Mapping[str, str] = field(default_factory=dict)
 
 
 class NamespaceCluster:
@@ -229,29 +209,17 @@ class NamespaceCluster:
         (directory / "tmp").mkdir(parents=True, exist_ok=True)
         # A dead node's session is of no use, and its name may come again.
         shutil.rmtree(directory / "ray", ignore_errors=True)
-        command = [
-            *("ip", "netns", "exec", self.network.namespace(name)),
-            *("unshare", "-m", "-u", "-i", "-p", "--fork", "--kill-child", "--mount-proc"),
-            *("sh", "-c", INIT, "init", name),
-            *(self._python, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-            f"--node-ip-address={self.address(name)}",
-            f"--num-cpus={node.cpus:g}",
-            f"--object-store-memory={self._object_store_bytes}",
-            f"--temp-dir={directory / 'ray'}",
-            f"--labels={','.join(f'{key}={value}' for key, value in node.labels.items())}",
-            *NODE_PORTS,
-        ]
-        if name == self.head:
-            command += [
-                *("--head", f"--port={GCS_PORT}", "--no-monitor", "--include-log-monitor=False"),
-                *(f"--dashboard-host={self.address(name)}", f"--dashboard-port={DASHBOARD_PORT}"),
-                "--ray-client-server-port=6386",
-            ]
-        else:
-            command.append(f"--address={self.address(self.head)}:{GCS_PORT}")
+        command = start_command(
+            node,
+            python=self._python,
+            address=self.address(name),
+            head=None if name == self.head else self.address(self.head),
+            temp_dir=directory / "ray",
+            object_store_bytes=self._object_store_bytes,
+        )
         with (directory / "log").open("wb") as log:
             self._started[name] = subprocess.Popen(
-                command,
+                on_a_host_of_its_own(name, self.network.namespace(name), command),
                 env=self._environment(name),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

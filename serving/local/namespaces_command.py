@@ -22,8 +22,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from serving.errors import ConfigError, KVRelayError
-from serving.local.namespaces import NamespaceCluster, Node, take_down
+from serving.local.namespaces import NamespaceCluster, take_down
 from serving.local.network import VirtualNetwork, why_not
+from serving.local.ray_node import Node
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from benchmarks.fault_reference import SimReference
 from benchmarks.fault_run import fault_asks, run_fault
 from benchmarks.multi_node import handoffs
 from benchmarks.network_faults import NETWORK_FAULTS, NODES, node_setup
-from serving.local.namespaces import NamespaceCluster
-from serving.local.network import why_not
+from serving.local.namespaces import NamespaceCluster, directory_of
+from serving.local.network import VirtualNetwork, why_not
 
 REASON = why_not()
 pytestmark = [
@@ -96,9 +97,9 @@ def test_every_byte_that_nixl_read_crossed_a_cable(
 def test_streams_live_through(name: str, app: App, reference: SimReference) -> None:
     asks = fault_asks(FAULTS[name].tokens, streams=STREAMS)
     row = asyncio.run(run_fault(app, FAULTS[name], reference, asks))
-    assert row["completed"] == row["streams"] >= STREAMS, row
+    assert row["completed"] == row["streams"] >= STREAMS, json.dumps(row)
     wrong = ("lost", "repeated", "wrong_usage", "other_errors", "leaked_blocks", "left_in_flight")
-    assert {key: row[key] for key in wrong} == dict.fromkeys(wrong, 0), row
+    assert {key: row[key] for key in wrong} == dict.fromkeys(wrong, 0), json.dumps(row)
     assert row["at_strength"]
     assert row["nixl_bytes"] > 0
     if name in ("partition_5s", "one_way_5s", "node_removed"):
@@ -130,3 +131,26 @@ def test_files_of_nodes_are_kept_apart(cluster: NamespaceCluster) -> None:
     for node in NODES:
         assert (cluster.directory / node / "ray").is_dir()
     assert Path(cluster.directory / "auth_token").stat().st_mode & 0o077 == 0
+
+
+OWNER = """
+from serving.local.namespaces import NamespaceCluster, directory_of
+cluster = NamespaceCluster({"head": {"cpus": 1}})
+cluster.start()
+print(cluster.network.number, flush=True)
+input()
+"""
+
+
+def test_a_killed_owner_takes_its_cluster_along() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        network = VirtualNetwork(int(owner.stdout.readline()))
+        assert network.processes("head")
+        owner.kill()
+    deadline = time.monotonic() + 30
+    while network.hosts() or directory_of(network).exists():
+        assert time.monotonic() < deadline, network.hosts()
+        time.sleep(0.1)

@@ -66,7 +66,9 @@ def logprobs(answer: Answer) -> Any:
 
 @versions
 async def test_the_first_token_does_not_wait_for_the_kv(version: str) -> None:
-    async with TrtllmApp(version=version, step_ms=1) as app:
+    patient = {"transfer_timeout_ms": 60_000}
+    deadlines = {"transfer_ms": 60_000}
+    async with TrtllmApp(version=version, step_ms=1, trtllm=patient, deadlines=deadlines) as app:
         app.machine("decode").knobs.transfer_s = 60.0
         asked = asyncio.create_task(app.complete(prompt(60), max_tokens=20, stream=True))
         run = await app.run_reaches(1)

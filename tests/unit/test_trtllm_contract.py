@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from serving.config import EngineConfig, Parallel, TrtllmConfig
+from serving.config import EngineConfig, Parallel, TrtllmConfig, load_config
 from serving.engine.base import Guided, Mode, TokenLogprobs
 from serving.engine.trtllm.api import Api, load_api
 from serving.engine.trtllm.arguments import RESERVED, RESERVED_IN_SECTIONS, llm_arguments
@@ -580,3 +580,38 @@ def test_the_mode_decides_the_request_type(tmp_path: Path) -> None:
         kinds = [row["kind"] for row in heard.machine.seen]
         assert kinds == ["context_and_generation", "context_and_generation", "context_only"]
         assert Mode.LOCAL  # the first is the answer that `build` waits for
+
+
+# ---------------------------------------------------------------- settings
+
+SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "section of another engine": (
+        {"engine": {"kind": "torch", "trtllm": {"cuda_graph": False}}},
+        ["engine.trtllm is for engine kind 'tensorrt_llm', not 'torch'"],
+    ),
+    "dtype": (
+        {"engine": {"kind": "tensorrt_llm", "dtype": "float16"}},
+        ["engine.dtype is not for", "use engine.trtllm.dtype"],
+    ),
+    "step": (
+        {"engine": {"kind": "tensorrt_llm", "chunk_tokens": 4096}},
+        ["engine.chunk_tokens is not for", "use engine.trtllm.max_num_tokens"],
+    ),
+    "gpus": (
+        {"engine": {"kind": "tensorrt_llm"}, "prefill": {"gpus": 1}},
+        ["decode.gpus = 0; allowed: 1"],
+    ),
+    "unknown key": (
+        {"engine": {"kind": "tensorrt_llm", "trtllm": {"max_batch_size": 4}}},
+        ["unknown key models[0].variants[0].engine.trtllm.max_batch_size"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_contradict_each_other(name: str) -> None:
+    variant, parts = SETTINGS[name]
+    with pytest.raises(ConfigError) as caught:
+        load_config({"models": [{"name": "m", "variants": [{"weights": "w", **variant}]}]})
+    for part in parts:
+        assert part in caught.value.message

@@ -395,12 +395,15 @@ async def test_a_worker_whose_link_breaks_and_comes_back_is_placed_on_again(rig:
     assert first.opened == 2
 
 
-async def test_the_only_worker_lost_ends_the_request_with_an_error(rig: Rig) -> None:
+async def test_the_only_worker_lost_ends_the_request_once_it_has_waited(rig: Rig) -> None:
     (a,) = await rig.decoders("a")
-    _, sink = rig.ask()
+    run, sink = rig.ask()
     await rig.asked(a)
     await a.stop()
-    await until(lambda: sink.error, LONG_S)
+    await until(lambda: run.waits_after is not None, LONG_S)
+    assert sink.error is None
+    rig.now += 61  # deadlines.queue_ms
+    rig.links.coordinator.sweep()
     assert isinstance(sink.error, WorkerLost)
 
 

@@ -1,0 +1,99 @@
+"""Faults with a real model: what it answers undisturbed, and how long a lost prompt takes anew."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.fault_app import App, Setup
+from benchmarks.fault_client import Ask, Exchange, send
+from benchmarks.fault_load import ended, random_prompt, stream_asks
+
+MODEL = "smollm2"
+STREAMS = 6
+STREAM_TOKENS = 120
+PROMPT_TOKENS = 200
+ROUNDS = 3
+
+
+def real_setup(dtype: str) -> Setup:
+    """SmolLM2 in the torch engine, one thread a worker."""
+    engine = {
+        "kind": "torch",
+        "dtype": dtype,
+        "block_tokens": 32,
+        "kv_bytes": 512 << 20,
+        "chunk_tokens": 256,
+        "max_batch": 64,
+        "threads": 1,
+    }
+    return Setup(
+        model=MODEL, engine=engine, begun_tokens=20, long_prompt_tokens=800, probe_every_s=2.0, frontends=2
+    )
+
+
+def real_asks() -> list[Ask]:
+    """Greedy and seeded in turn."""
+    return stream_asks(STREAMS, prompt_tokens=PROMPT_TOKENS, max_tokens=STREAM_TOKENS, named_tokens=True)
+
+
+class UndisturbedAnswers:
+    """The same application's answers while nothing happens; `exact` False: only their length is known."""
+
+    def __init__(self, app: App, *, exact: bool) -> None:
+        self._app = app
+        self._exact = exact
+        self._known: dict[tuple[tuple[int, ...], int | None], list[str]] = {}
+
+    def learn(self, asks: Sequence[Ask]) -> None:
+        asks = [ask for ask in asks if self._exact and (ask.prompt, ask.seed) not in self._known]
+        if not asks:
+            return
+        # The caller's own event loop runs: this one is another thread's.
+        thread = threading.Thread(target=lambda: asyncio.run(self._ask(asks)))
+        thread.start()
+        thread.join()
+
+    def answer(self, ask: Ask) -> list[str] | None:
+        return self._known[ask.prompt, ask.seed] if self._exact else None
+
+    async def _ask(self, asks: Sequence[Ask]) -> None:
+        for exchange in await answered(self._app, [replace(ask, salt="undisturbed") for ask in asks]):
+            answer = exchange.answer()
+            if not answer.whole:
+                raise RuntimeError(f"an undisturbed stream failed: {answer.error}")
+            self._known[answer.ask.prompt, answer.ask.seed] = answer.tokens
+
+
+async def answered(app: App, asks: Sequence[Ask]) -> list[Exchange]:
+    """All at once, and wait for the last."""
+    exchanges = [await send(app.host, app.port, ask, app.model) for ask in asks]
+    await asyncio.gather(*(ended(exchange) for exchange in exchanges))
+    return exchanges
+
+
+async def reprefill_ms(app: App, asks: Sequence[Ask], lost: int) -> float:
+    """How long to compute anew what `lost` streams had when a fault struck, and to hand it over.
+
+    Measured with nothing broken: the other streams run, then as many prompts of that length come at once.
+    The longest wait for a second token (the first one does not need the KV), in the median round.
+    """
+    numbers = random.Random(11)
+    waits = []
+    for turn in range(ROUNDS):
+        others = [
+            await send(app.host, app.port, replace(ask, salt=f"beside-{turn}"), app.model)
+            for ask in asks[lost:]
+        ]
+        while not all(exchange.n_events >= app.setup.begun_tokens for exchange in others):
+            await asyncio.sleep(0.01)
+        length = PROMPT_TOKENS + app.setup.begun_tokens
+        fresh = await answered(app, [Ask(random_prompt(numbers, length), 2) for _ in range(lost)])
+        answers = [exchange.answer() for exchange in fresh]
+        waits.append(max(answer.times_s[-1] - answer.sent_s for answer in answers) * 1e3)
+        for exchange in others:
+            exchange.hang_up()
+    return round(sorted(waits)[ROUNDS // 2], 1)
