@@ -13,7 +13,7 @@ from serving import kept_link
 from serving.config import Deadlines
 from serving.coordinator import Coordinator
 from serving.engine.base import FinishReason, SamplingParams
-from serving.errors import NoWorker, WorkerLost
+from serving.errors import NoWorker, Unavailable, WorkerLost
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import CollectedText, GenerationRequest
 from serving.link import Identity, Link, LinkServer
@@ -411,7 +411,7 @@ async def test_stopping_ends_every_stream_and_dials_no_more(rig: Rig) -> None:
     a, b = await rig.decoders("a", "b")
     _, sink = rig.ask()
     await rig.links.stop()
-    assert isinstance(sink.error, WorkerLost)
+    assert isinstance(sink.error, Unavailable)
     for worker in (a, b):
         await until(lambda worker=worker: worker.lost == worker.opened == 1, LONG_S)
 
