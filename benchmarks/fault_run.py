@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from benchmarks.fault_app import App, Samples, held_blocks, histogram_ms, in_flight, total
+from benchmarks.fault_app import App, Samples, change, held_blocks, histogram_ms, in_flight
 from benchmarks.fault_client import Answer, Ask
 from benchmarks.fault_load import Heard, Load, failed, stream_asks
 from benchmarks.fault_scenarios import Fault, Scene
@@ -63,12 +63,10 @@ async def run_fault(app: App, fault: Fault, reference: Reference, asks: Sequence
     left_s, after = await asyncio.to_thread(_settled, app)
     row["leaked_blocks"], row["left_in_flight"] = held_blocks(after), in_flight(after)
     row["settled_s"] = left_s
-    row |= {key: round(total(after, name) - total(before, name)) for key, name in COUNTED.items()}
+    row |= {key: round(change(before, after, name)) for key, name in COUNTED.items()}
     for outcome in ("moved", "failed"):
-        counts = [
-            total(samples, "kvrelay_migrations_total", outcome=outcome) for samples in (before, after)
-        ]
-        row[f"migrations_{outcome}"] = round(counts[1] - counts[0])
+        moved = change(before, after, "kvrelay_migrations_total", outcome=outcome)
+        row[f"migrations_{outcome}"] = round(moved)
     pause_ms = histogram_ms(before, after, "kvrelay_migration_gap_seconds", 0.99)
     if pause_ms is not None:
         row["migration_pause_ms_p99"] = pause_ms

@@ -29,6 +29,7 @@ NODES: dict[str, dict[str, Any]] = {
 }
 WORKER_CPUS = 0.9  # one fits a node, as with accelerators: a lost one comes back where the node does
 LAX = {"ttft_ms": 60_000, "itl_ms": 1000}  # nobody is refused because this machine is busy
+MAX_BATCH = 256  # more requests than gather on a silent worker until its silence is noticed
 PARTITION_S = 5.0
 IMPAIRED_S = 5.0  # how long a slow or long way lasts
 NOTICED_S = 15.0  # by then Ray knows that a silent node is dead
@@ -41,6 +42,7 @@ def node_setup(**fields: Any) -> Setup:
     """A frontend on the head and one on `f`, Control on either, one worker on every other node."""
     plain = Setup(prefill=2, decode=2, frontends=2, **fields)
     variant = plain.variant
+    variant["engine"] = {**variant["engine"], "max_batch": MAX_BATCH}
     for role in ("prefill", "decode"):
         variant[role] = {**variant[role], "max_replicas": 2, "cpus": WORKER_CPUS, "labels": {"pool": role}}
     return plain.changed(

@@ -17,6 +17,7 @@ from benchmarks.overhead import application
 from benchmarks.overload_client import Outcome
 from benchmarks.report import Progress
 from benchmarks.router_live import write_model
+from benchmarks.scrape import scrape_sums
 from benchmarks.traces import BLOCK_TOKENS, TraceRequest, load_trace, traces_dir
 from serving.local_cluster import LocalCluster
 
@@ -27,9 +28,9 @@ MS_PER_TOKEN = 0.39  # an eighth of the speed of the simulation
 STEP_MS, STEP_MS_PER_SEQUENCE = 6.0, 1.0
 CHUNK_TOKENS = 128
 CONTEXT_TOKENS = 32_768
-RATE_RPS = 9.0  # about twice what the workers can take
+RATE_RPS = 7.0  # about twice what the workers can take
 WARM_S = 20.0  # at a quarter of the rate, before: workers and frontends learn their times
-MAX_INFLIGHT = (4, 7, 11, 16)  # of each of two frontends, swept
+MAX_INFLIGHT = (2, 3, 4)  # of each of two frontends, swept; beyond that waits are too long
 
 
 def live_config(model: Path, mode: str, max_inflight: int) -> dict[str, Any]:
@@ -142,6 +143,14 @@ def summary(requests: list[Any], outcomes: list[Outcome], seconds: float) -> dic
     }
 
 
+def slowdown(cluster: LocalCluster) -> float:
+    """Of prefill steps against what the profile says. Above 1: the machine had no time for its workers."""
+    sums = scrape_sums(cluster.url)
+    tokens = sums["kvrelay_prompt_tokens_computed_total"]
+    expected_ms = tokens * (MS_PER_TOKEN + (STEP_MS + STEP_MS_PER_SEQUENCE) / CHUNK_TOKENS)
+    return round(sums["kvrelay_prefill_step_seconds_total"] * 1e3 / expected_ms, 3)
+
+
 def quantile(values: Sequence[float], percent: float) -> float:
     return round(float(np.percentile(values, percent)), 3) if values else 0.0
 
@@ -157,7 +166,7 @@ def measure(traces: str | None, seconds: float, progress: Progress) -> dict[str,
             cluster.serve(live_config(model, mode, max_inflight))
             requests = requests_for(trace, RATE_RPS, seconds, seed=1)
             outcomes = send(cluster.port, requests, WARM_S + seconds + 120)
-            return summary(requests, outcomes, seconds)
+            return {**summary(requests, outcomes, seconds), "worker_slowdown": slowdown(cluster)}
 
         progress.say(f"admission, {seconds:g} s")
         ours = run("slo", 1024)

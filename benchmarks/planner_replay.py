@@ -36,7 +36,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: its threads would only wait for each other
+if __name__ == "__main__":  # before numpy: its threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from planner.observation import FittedTimes
 from planner.predict import ForecastState, forecast, record

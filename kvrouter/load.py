@@ -266,7 +266,9 @@ class WorkerLoad:
         return 0.0 if self._report is None else self._report.step_ms / 1e3
 
     def _learn_step(self, report: LoadLike) -> None:
-        if self.view.role == "decode" and report.running > 0 and report.waiting_tokens == 0:
+        # What waits holds blocks that no step reads yet.
+        waiting = report.waiting or report.waiting_tokens
+        if self.view.role == "decode" and report.running > 0 and not waiting:
             used = report.total_blocks - report.free_blocks
             self.models.step.observe(report.running, used * self.view.block_tokens, report.step_ms)
 

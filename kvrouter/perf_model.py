@@ -203,9 +203,9 @@ class WorkerModels:
         return sum(linear.samples for linear in self._linears())
 
     def learn_from(self, other: WorkerModels) -> None:
-        """Start from what `other` knows by now; a term it has no samples of stays as it is."""
+        """Start from what `other` knows by now, where it has samples and this one has none."""
         for mine, theirs in zip(self._linears(), other._linears(), strict=True):
-            if theirs.samples:
+            if theirs.samples and not mine.samples:
                 mine.coefficients = list(theirs.coefficients)
                 mine.evidence = theirs.evidence
 

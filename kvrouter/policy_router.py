@@ -296,7 +296,7 @@ class PolicyRouter:
         """Its first sample. Peers without one are taken to be as fast: if they were still taken to be slow,
         they would get nothing to do and never show what they can."""
         for peer in self._loads.values():
-            if peer.view.role == load.view.role and not peer.models.prefill.linear.samples:
+            if peer.view.role == load.view.role and peer is not load:
                 peer.models.learn_from(load.models)
 
     def progress(self, attempt: int, tokens: int) -> None:
@@ -321,6 +321,8 @@ class PolicyRouter:
         load = self._loads.get(ident)
         if load is not None:
             load.report(report, now_s)
+            if load.models.step.linear.samples == 1:
+                self._teach_peers(load)
 
     def told(self, ident: str, attempt: int, uncached_tokens: int, now_s: float) -> None:
         load = self._loads.get(ident)

@@ -43,6 +43,11 @@ class ServeConnector:
                 running=states.count("RUNNING"),
                 starting=sum(state in STARTING for state in states),
                 stopping=states.count("STOPPING"),
+                leaving=frozenset(
+                    str(r["replica_id"])
+                    for r, state in zip(deployment["replicas"], states, strict=True)
+                    if state == "STOPPING"
+                ),
             )
         return counts
 

@@ -72,8 +72,9 @@ def _placed(  # noqa: PLR0917 - all of one variant
 ) -> tuple[VariantDecision, float]:
     """Within what is free now: what leaves still holds its place, so growth may take more than one tick."""
     now = current(seen.pools)
+    least = {"prefill": own.prefill.min_replicas, "decode": own.decode.min_replicas}
     caps = {
-        name: pool.cap if pool.cap is not None and pool.cap_until_s > now_s else UNCAPPED
+        name: max(pool.cap, least[name]) if pool.cap is not None and pool.cap_until_s > now_s else UNCAPPED
         for name, pool in state.pools.items()
     }
     placed = place(roles, now, own, (caps["prefill"], caps["decode"]))

@@ -8,17 +8,18 @@ from typing import Protocol
 
 from planner.observation import PoolSeen, VariantDecision
 
-__all__ = ["Connector", "LentWorker", "PoolWorker", "ReplicaCounts", "flips", "pool_seen"]
+__all__ = ["Connector", "LentWorker", "PoolWorker", "ReplicaCounts", "flips", "pool_seen", "set_aside"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """One Serve deployment."""
+    """One Serve deployment. `leaving`: the replicas that stop, by ident."""
 
     target: int
     running: int
     starting: int
     stopping: int
+    leaving: frozenset[str] = frozenset()
 
 
 class Connector(Protocol):
@@ -33,7 +34,8 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
-    """A linked worker. `role`: what it plays; `ordered`: what it was told to play, None: its pool's."""
+    """A linked worker. `role`: what it plays; `ordered`: what it was told to play, None: its pool's;
+    `set_aside`: an operator told it to drain."""
 
     ident: str
     pool: str
@@ -41,6 +43,7 @@ class PoolWorker:
     draining: bool
     requests: int
     ordered: str | None = None
+    set_aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +54,23 @@ class LentWorker:
     role: str | None
 
 
+def set_aside(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> int:
+    """Replicas that Serve counts and the planner does not: an operator drains them, perhaps for a while."""
+    return sum(w.pool == pool and w.set_aside and w.ident not in counts.leaving for w in workers)
+
+
 def pool_seen(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> PoolSeen:
     """`workers`: all that are linked, of both pools.
 
-    One that was told to play the other role counts as lent at once; one that an operator drains is leaving.
+    One that was told to play the other role counts as lent at once; one that is set aside is leaving.
     """
     mine = [worker for worker in workers if worker.pool == pool]
-    lent = [w for w in mine if w.ordered is not None or w.role != w.pool]
+    lent = [w for w in mine if not w.set_aside and (w.ordered is not None or w.role != w.pool)]
     leaving = [w for w in mine if w.draining and w not in lent]
     ready = len(mine) - len(lent) - len(leaving)
     # A replica that Serve stops drains too: it is in both lists, once.
     draining = max(len(leaving), counts.stopping)
-    starting = max(counts.target - len(lent) - ready, 0)
+    starting = max(counts.target - set_aside(pool, counts, workers) - len(lent) - ready, 0)
     return PoolSeen(ready=ready, lent=len(lent), starting=starting, draining=draining)
 
 
@@ -74,7 +82,7 @@ def flips(decision: VariantDecision, workers: list[PoolWorker]) -> list[LentWork
         ("prefill", "decode", max(-decision.lent, 0)),
     ):
         mine = [worker for worker in workers if worker.pool == pool]
-        lent = [worker for worker in mine if worker.ordered == other]
+        lent = [worker for worker in mine if worker.ordered == other and not worker.set_aside]
         back = sorted(lent, key=lambda w: (w.requests, w.ident))[: max(len(lent) - wanted, 0)]
         orders += [LentWorker(worker.ident, None) for worker in back]
         free = [worker for worker in mine if worker.ordered is None and not worker.draining]

@@ -91,7 +91,7 @@ class Cluster:
         end_s = requests[-1].arrival_s if requests else 0.0
         self.observer.reported(0.0)
         self._tick(0.0)
-        while request is not None or events:
+        while request is not None or (events and (self._live or self._held)):
             if request is not None and (not events or request.arrival_s <= events[0][0]):
                 self._arrive(request)
                 request = next(waiting, None)
@@ -103,8 +103,7 @@ class Cluster:
                 if self._planned.get(what) == now_s:
                     self._on_worker(self.workers[what], now_s)
             elif kind == "tick":
-                if request is not None or self._router.in_flight or self._held:
-                    self._tick(now_s)
+                self._tick(now_s)
             elif kind == "moved":
                 self._on_moved(what[0], what[1], now_s)
             elif kind == "ready":

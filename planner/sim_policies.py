@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from planner.decide import decide
 from planner.observation import Decision, FittedTimes, Observation, VariantDecision, VariantSeen
@@ -86,7 +86,7 @@ class MeanThroughput:
         self._seen.append(means)
         predicted = Means(
             *(
-                _next_value([getattr(m, key) for m in self._seen], self.FEWEST_POINTS)
+                _next_value(tuple(getattr(m, key) for m in self._seen), self.FEWEST_POINTS)
                 for key in ("rps", "prompt", "uncached", "output")
             )
         )
@@ -180,7 +180,8 @@ def _means(seen: VariantSeen, now_s: float, window_s: float) -> Means | None:
     )
 
 
-def _next_value(values: Sequence[float], fewest: int) -> float:
+@cache  # a sweep asks the same again and again
+def _next_value(values: tuple[float, ...], fewest: int) -> float:
     if len(values) < fewest:
         return values[-1]
     from statsmodels.tsa.arima.model import ARIMA

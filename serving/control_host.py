@@ -85,6 +85,7 @@ class ControlHost:
         self._server = LinkServer(me, key, self)
         self._parties: dict[Link, _Party] = {}
         self._absent: dict[tuple[str, int], tuple[_Party, asyncio.TimerHandle]] = {}
+        self._forgetting: asyncio.TimerHandle | None = None
         self._departed: list[Family] = []
         self._scrapes: dict[int, _Scrape] = {}
         self._pulls = 0
@@ -103,10 +104,13 @@ class ControlHost:
         self._registry = registry
 
     async def start(self, host: str, port: int = 0) -> str:
+        self._forgetting = self._loop.call_later(ABSENT_S, self._forget_strangers)
         return await self._server.start(host, port)
 
     async def stop(self) -> None:
         await self._server.stop()
+        if self._forgetting is not None:
+            self._forgetting.cancel()
         for _, timer in self._absent.values():
             timer.cancel()
 
@@ -189,8 +193,18 @@ class ControlHost:
     def _gone(self, key: tuple[str, int]) -> None:
         """It will not come back: what it counted stays in every sum, under one name for all such."""
         party, _ = self._absent.pop(key)
-        self.orders.forget(key[0])
+        if key[0] not in self._known():  # as another process
+            self.orders.forget(key[0])
         self._departed = fold(self._departed, party.families, party.label, "departed")
+
+    def _forget_strangers(self) -> None:
+        """Restored orders of workers that did not come: they went while Control was away."""
+        for worker in self.orders.workers - self._known():
+            self.orders.forget(worker)
+
+    def _known(self) -> set[str]:
+        """Who is linked, or may come back."""
+        return {_key(link)[0] for link in self._parties} | {ident for ident, _ in self._absent}
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
         party = self._parties.get(link)

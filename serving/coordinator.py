@@ -19,7 +19,7 @@ from typing import Any
 from kvrouter.router import Router
 from serving.config import Deadlines
 from serving.demand import Demand
-from serving.engine.base import FinishReason, Mode, TokenLogprobs
+from serving.engine.base import Capabilities, FinishReason, Mode, TokenLogprobs
 from serving.errors import (
     DeadlineExceeded,
     EngineFailure,
@@ -58,12 +58,12 @@ class Coordinator:
         max_inflight: int,
         metrics: FrontendMetrics,
         clock: Callable[[], float],
-        seeded_resume: bool = True,
+        capabilities: Capabilities,
         gate: Gate | None = None,
     ) -> None:
-        """`seeded_resume`: the engines draw the same tokens again after a resume."""
+        """`capabilities`: of the engines behind it."""
         self._gate = gate
-        self._seeded_resume = seeded_resume
+        self._seeded_resume = capabilities.seeded_resume
         self._request_ms = deadlines.request_ms
         self._lateness = Lateness(deadlines, workers)
         self._max_inflight = max_inflight
@@ -77,7 +77,7 @@ class Coordinator:
         self._router = router
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
-        self._mover = Mover(self._live, self._placer, metrics)
+        self._mover = Mover(self._live, self._placer, metrics, able=capabilities.migrate_kv)
         self._demand = Demand()
 
     @property

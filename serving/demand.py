@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from kvrouter.perf_model import LinearModel, WorkerModels
 from serving.run import Run, Stage
 from serving.wire import ArrivalRow, Fitted, FrontendReport
 
-MOST_ROWS = 1 << 16  # between two reports; Control was away then, and knows that it was
+MOST_ROWS = 1 << 16  # kept while Control is away; then the oldest go
 
 
 class Demand:
     """Rows since the last report. `report` takes them away."""
 
     def __init__(self) -> None:
-        self._arrivals: list[tuple[float, int, int, str | None]] = []
-        self._outputs: list[tuple[int, int]] = []
+        self._arrivals: deque[tuple[float, int, int, str | None]] = deque(maxlen=MOST_ROWS)
+        self._outputs: deque[tuple[int, int]] = deque(maxlen=MOST_ROWS)
 
     def arrived(
         self, prompt_tokens: int, uncached_tokens: int, slo_class: str | None, now_s: float
     ) -> None:
         """A request came, admitted or not. `uncached_tokens`: as the router believes."""
-        if len(self._arrivals) < MOST_ROWS:
-            self._arrivals.append((now_s, prompt_tokens, uncached_tokens, slo_class))
+        self._arrivals.append((now_s, prompt_tokens, uncached_tokens, slo_class))
 
     def finished(self, prompt_tokens: int, output_tokens: int) -> None:
-        if len(self._outputs) < MOST_ROWS:
-            self._outputs.append((prompt_tokens, output_tokens))
+        self._outputs.append((prompt_tokens, output_tokens))
 
     def report(
         self, model: str, variant: str, live: Iterable[Run], workers: Iterable[WorkerModels], now_s: float
     ) -> FrontendReport:
-        arrivals, self._arrivals = self._arrivals, []
-        outputs, self._outputs = self._outputs, []
+        arrivals, outputs = list(self._arrivals), list(self._outputs)
+        self._arrivals.clear()
+        self._outputs.clear()
         waiting = [run.started_s for run in live if not run.sent]
         return FrontendReport(
             model=model,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from planner.observation import Arrival, FittedTimes, PoolSeen, VariantSeen
 from planner.observe import Observer
@@ -22,11 +21,11 @@ class _Said:
 
 
 class DemandBook:
+    """Of all variants. What is told when it is older than `FRESH_S` was collected while Control was away: it
+    belongs to no window that is still open, and is left out."""
+
     def __init__(
-        self,
-        variants: Iterable[Key],
-        times: Mapping[Key, FittedTimes],
-        clock: Callable[[], float] = time.time,
+        self, variants: Iterable[Key], times: Mapping[Key, FittedTimes], clock: Callable[[], float]
     ) -> None:
         self._observers = {key: Observer(times.get(key)) for key in variants}
         self._said: dict[tuple[str, Key], _Said] = {}  # (frontend, variant) -> its last report
@@ -41,9 +40,11 @@ class DemandBook:
         self._said[frontend, key] = _Said(report, now)
         observer.reported(now)
         for row in report.arrivals:
-            observer.arrived(
-                Arrival(now - row.age_ms / 1e3, row.prompt_tokens, row.uncached_tokens, row.slo_class)
-            )
+            age_s = row.age_ms / 1e3
+            if age_s <= FRESH_S:
+                observer.arrived(
+                    Arrival(now - age_s, row.prompt_tokens, row.uncached_tokens, row.slo_class)
+                )
         for prompt, output in report.outputs:
             observer.finished(prompt, output)
 
@@ -61,7 +62,7 @@ class DemandBook:
         kv_tokens: int | None,
         max_batch: int | None,
     ) -> VariantSeen:
-        """Closes the window that began with the last call."""
+        """Closes the window that began with the last call. Arrivals are unknown while no frontend tells."""
         observer = self._observers[key]
         said = self._fresh(now_s, key)
         fitted = max(
@@ -75,7 +76,7 @@ class DemandBook:
                 step_spread=fitted.step_spread,
                 samples=fitted.samples,
             )
-        return observer.observe(
+        seen = observer.observe(
             now_s,
             pools,
             queue_age_s=max(r.queue_age_ms for r in said) / 1e3 if said else None,
@@ -84,6 +85,12 @@ class DemandBook:
             kv_tokens=kv_tokens,
             max_batch=max_batch,
         )
+        return seen if said else replace(seen, arrivals=None)
+
+    def skip(self, now_s: float) -> None:
+        """Closes the windows of all variants unseen."""
+        for observer in self._observers.values():
+            observer.observe(now_s, {})
 
     def _fresh(self, now_s: float, key: Key | None = None) -> list[FrontendReport]:
         self._said = {at: said for at, said in self._said.items() if now_s - said.at_s < FRESH_S}

@@ -126,7 +126,7 @@ class FrontendHost:
                     max_inflight=config.frontend.max_inflight,
                     metrics=metrics,
                     clock=clock,
-                    seeded_resume=served[model.name].capabilities.seeded_resume,
+                    capabilities=served[model.name].capabilities,
                     gate=gate,
                 )
                 self.variants[model.name, variant.name] = VariantLinks(

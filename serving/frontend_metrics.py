@@ -12,6 +12,11 @@ from serving.metrics import TOKEN_BUCKETS, Labels, Registry
 
 DECISION_BUCKETS = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
+# A move costs a part of a step: told apart in steps of 5 ms where its target is.
+GAP_BUCKETS = (
+    0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.045, 0.05, 0.06, 0.08, 0.1, 0.15, 0.3, 1, 3, 10
+)  # fmt: skip
+
 
 class FrontendMetrics:
     def __init__(self, registry: Registry) -> None:
@@ -46,7 +51,9 @@ class FrontendMetrics:
             "migrations", "Streams moved to another decode worker with their KV, by outcome", ("outcome",)
         )
         self.migration_gap = registry.histogram(
-            "migration_gap_seconds", "From the last token of the old worker to the first of the new one"
+            "migration_gap_seconds",
+            "From the last token of the old worker to the first of the new one",
+            GAP_BUCKETS,
         )
         self.deadlines = registry.counter("deadlines_exceeded", "Deadlines passed, by stage", ("stage",))
         self._caches: CacheEvents | None = None

@@ -24,9 +24,12 @@ MOVED = "moved"  # reason of an Ended whose run goes on at the reader of its KV
 
 
 class Mover:
-    """`live` are the coordinator's runs."""
+    """`live` are the coordinator's runs; `able`: the engines can hand over what they decode."""
 
-    def __init__(self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics, *, able: bool
+    ) -> None:
+        self._able = able
         self._live = live
         self._placer = placer
         self._metrics = metrics
@@ -47,7 +50,7 @@ class Mover:
                     moving += run.move.source == attempt.ident
                 elif run.stage is Stage.DECODE and attempt in run.decoding:
                     waiting.append((run, attempt))
-        for run, attempt in waiting:
+        for run, attempt in waiting if self._able else ():
             if moving >= MOVES_AT_ONCE:
                 break
             if now < run.move_after_s:

@@ -25,6 +25,11 @@ class OrderBook:
     def message(self) -> Orders:
         return Orders(self._version, sorted(self.draining), dict(self.roles))
 
+    @property
+    def workers(self) -> set[str]:
+        """Those that some order names."""
+        return self.draining | self.roles.keys()
+
     def drain(self, worker: str) -> None:
         """Idempotent, as all of these."""
         self._change(self.draining | {worker}, self.roles)

@@ -26,7 +26,7 @@ from planner.observation import (
     VariantSeen,
     to_json,
 )
-from planner.scaling import Connector, PoolWorker, ReplicaCounts, flips, pool_seen
+from planner.scaling import Connector, PoolWorker, ReplicaCounts, flips, pool_seen, set_aside
 from planner.settings import Settings
 from planner.state import State
 from serving.config import AppConfig
@@ -47,8 +47,15 @@ STARTS_KEPT = 8  # start-ups that were seen; the slowest of them is expected
 Key = tuple[str, str]  # model, variant
 
 
+def steady_time() -> Callable[[], float]:
+    """A clock that shows the time of day as it is now and never jumps: the forecast must know of days, and
+    no window may end or last longer because somebody set the clock."""
+    ahead_s = time.time() - time.monotonic()
+    return lambda: ahead_s + time.monotonic()
+
+
 class PlannerHost:
-    """`start` and `stop` are a pair. `times`: profiles, by variant."""
+    """`start` and `stop` are a pair. `times`: profiles, by variant; `clock`: seconds since 1970."""
 
     def __init__(
         self,
@@ -57,16 +64,16 @@ class PlannerHost:
         config: AppConfig,
         connector: Connector,
         times: Mapping[Key, FittedTimes] | None = None,
-        clock: Callable[[], float] = time.time,  # days matter to the forecast
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._control = control
         self._config = config
         self._connector = connector
-        self._clock = clock
+        self._clock = clock or steady_time()
         self._times = dict(times or {})
         self._variants = [(m.name, v.name) for m in config.models for v in m.variants]
         self.key_of = {"/".join(key): key for key in self._variants}
-        self.book = DemandBook(self._variants, self._times)
+        self.book = DemandBook(self._variants, self._times, self._clock)
         self._state = State()
         self._decision: Decision | None = None
         self._observation: Observation | None = None
@@ -78,6 +85,8 @@ class PlannerHost:
         self._startups: dict[Key, deque[float]] = {key: deque(maxlen=STARTS_KEPT) for key in self._variants}
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._removals: dict[str, str] = {}  # worker -> its deployment, until both are done with
+        self._one_removal = asyncio.Lock()
         self._metrics = PlannerMetrics(control.registry, self)
         control.on_demand = self.book.reported
         control.admin.add("planner", lambda arguments: self.told())
@@ -134,20 +143,26 @@ class PlannerHost:
             raise InvalidRequest(
                 f"{ident} is not safe to remove: drain it first, and wait until it is empty"
             )
+        if ident in self._removals:
+            return told | {"removing": True}
         deployment = deployment_name(told["model"], told["variant"], told["pool"])
-        there = self._counts.get(deployment)
-        if there is not None and there.target <= 1:
+        workers = self.workers((told["model"], told["variant"]))
+        if not [w for w in workers if w.pool == told["pool"] and w.ident not in {ident, *self._removals}]:
             raise InvalidRequest(f"{ident} is the last of {deployment}; allowed: to remove others")
+        self._removals[ident] = deployment
         self._tasks.add(task := asyncio.get_running_loop().create_task(self._removing(deployment, ident)))
         task.add_done_callback(self._tasks.discard)
         return told | {"removing": True}
 
     async def _removing(self, deployment: str, ident: str) -> None:
         try:
-            await self._connector.remove(deployment, ident)
+            async with self._one_removal:  # each tells by the counts when Serve has noticed
+                await self._connector.remove(deployment, ident)
             log.info("removed", extra={"fields": {"worker": ident, "deployment": deployment}})
         except Unavailable as error:
             log.warning("%s was not removed: %s", ident, error.message)
+        finally:
+            del self._removals[ident]
 
     def _check(self, planner: LivePlanner) -> None:
         planner_settings(self._config, planner, {})
@@ -166,6 +181,7 @@ class PlannerHost:
     async def tick(self) -> None:
         """One look, one decision and, in mode act, what follows from it."""
         if self.mode == "off":
+            self.book.skip(self._clock())
             return
         try:
             counts = self._counts = await self._connector.counts()
@@ -176,7 +192,7 @@ class PlannerHost:
             self._metrics.tick.observe(time.perf_counter() - began_s)
             self._note(observation, decision, now)
             if self.mode == "act":
-                await self._act(decision, counts)
+                await self._act(observation, decision, counts)
         except (Unavailable, ConfigError) as error:
             self._hold(error.message)
         else:
@@ -204,7 +220,9 @@ class PlannerHost:
                     self._see_starts(key, pool, pools[pool], now)
             engine = self._engine(key)
             kv_blocks = [
-                w.report.total_blocks for w in self._control.workers.values() if w.report is not None
+                w.report.total_blocks
+                for w in self._control.workers.values()
+                if w.report is not None and (w.labels.get("model"), w.labels.get("variant")) == key
             ]
             variants["/".join(key)] = self.book.observe(
                 key,
@@ -230,6 +248,7 @@ class PlannerHost:
                 draining=worker.report.draining or ident in orders.draining,
                 requests=worker.report.attempts,
                 ordered=orders.roles.get(ident),
+                set_aside=ident in orders.draining,
             )
             for ident, worker in self._control.workers.items()
             if worker.report is not None
@@ -245,13 +264,19 @@ class PlannerHost:
         at = (key, pool)
         ready = seen.ready + seen.lent
         ordered = self._ordered.get(at)
-        if ordered is not None and ready > ordered[1]:
+        if ordered is None:
+            return
+        if ready > ordered[1]:
             self._startups[key].append(now - ordered[0])
+            del self._ordered[at]
+        elif seen.starting == 0:  # taken back before it came
             del self._ordered[at]
 
     # ------------------------------------------------------------ acting
 
-    async def _act(self, decision: Decision, counts: Mapping[str, ReplicaCounts]) -> None:
+    async def _act(
+        self, observation: Observation, decision: Decision, counts: Mapping[str, ReplicaCounts]
+    ) -> None:
         """Down before up, so that the budget holds at every moment; loans beside."""
         changes: list[tuple[int, str, int, tuple[Key, str]]] = []
         for key in self._variants:
@@ -265,10 +290,13 @@ class PlannerHost:
                     self._control.orders.lend(order.worker, order.role)
                 self._metrics.flips.inc()
                 self._say("flip", key, worker=order.worker, role=order.role or "its own", why=wanted.reason)
-            for pool, replicas in (("prefill", wanted.prefill), ("decode", wanted.decode)):
+            for pool, wished in (("prefill", wanted.prefill), ("decode", wanted.decode)):
                 name = deployment_name(*key, pool)
                 there = counts.get(name)
-                if there is not None and there.target != replicas:
+                if there is None or name in self._removals.values():
+                    continue
+                replicas = wished + set_aside(pool, there, self.workers(key))
+                if there.target != replicas:
                     changes.append((replicas - there.target, name, replicas, (key, pool)))
         frontends = counts.get(FRONTEND)
         if frontends is not None and decision.frontends not in (None, frontends.target):
@@ -278,7 +306,8 @@ class PlannerHost:
             await self._connector.scale(name, replicas)
             self._metrics.scalings.inc(labels=("up" if change > 0 else "down",))
             if change > 0:
-                self._ordered.setdefault((key, pool), (self._clock(), counts[name].running))
+                seen = observation.variants["/".join(key)].pools[pool]
+                self._ordered.setdefault((key, pool), (self._clock(), seen.ready + seen.lent))
             reason = decision.variants["/".join(key)].reason
             self._say("scale", key, pool=pool, change=change, replicas=replicas, why=reason)
 

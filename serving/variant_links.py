@@ -150,7 +150,7 @@ class VariantLinks:
             self._router.add_worker(worker.view)
 
     def _empty(self, worker: _Worker) -> bool:
-        """Move what runs on a leaving worker. False: it had departed, and the last of it went, with its link."""
+        """Move what runs on a leaving worker. False: it had departed, and with the last of it its link."""
         if self.coordinator.move_from(worker.ident) or worker.member:
             return True
         self._drop(worker)
@@ -179,13 +179,16 @@ class VariantLinks:
         if link.peer is None or link.peer.ident != worker.ident or link.peer.epoch != worker.epoch:
             link.close("another process answers at this address")
             return
-        if worker.hung:
-            return  # its beats decide, in `sweep`
+        worker.draining = False  # it says so again if it does, hung or not
+        if not worker.hung:  # else its beats decide, in `sweep`
+            self._use(worker, link)
+
+    def _use(self, worker: _Worker, link: Link) -> None:
+        """From now on it may be placed on."""
         worker.step_s = self._clock()
         self._entries[worker.ident] = WorkerEntry(
             worker.ident, worker.epoch, worker.address, link.send, link.wire_version
         )
-        worker.draining = False  # it says so again if it does
         self._show(worker)
         log.info("%s: linked to %s worker %s at %s", self.name, worker.role, worker.ident, worker.address)
         link.send(SnapshotRequest())
@@ -207,14 +210,16 @@ class VariantLinks:
             self.coordinator.on_worker_lost(worker.ident)
 
     def received(self, worker: _Worker, link: Link, message: AnyMessage) -> None:
-        if self._workers.get(worker.ident) is not worker or worker.ident not in self._entries:
-            return  # dropped, or hung
+        if self._workers.get(worker.ident) is not worker:
+            return  # dropped
+        if isinstance(message, Draining):
+            self._on_draining(worker, message.on)
+            return
+        if worker.ident not in self._entries:
+            return  # hung
         if isinstance(message, Snapshot):
             if not self._router.on_snapshot(worker.ident, worker.epoch, message):
                 link.send(SnapshotRequest())
-            return
-        if isinstance(message, Draining):
-            self._on_draining(worker, message.on)
             return
         if not isinstance(message, Step):
             link.close(f"{type(message).__name__} is not for a frontend")
@@ -286,7 +291,7 @@ class VariantLinks:
                 worker.step, worker.step_s = beat.step, now
                 if worker.hung:
                     worker.hung = False
-                    self.opened(worker, link)
+                    self._use(worker, link)
             elif not worker.hung and now - worker.step_s > self._silence_s:
                 worker.hung = True
                 link.close(f"hung: work is runnable, no step for {self._silence_s:.1f} s")

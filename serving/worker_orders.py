@@ -22,8 +22,11 @@ class OrderedWorker:
         self._wanted = pool
         self._told_to_drain = False
         self._switching: asyncio.Task[None] | None = None
+        self._stopped = False
 
     def on_orders(self, orders: Orders) -> None:
+        if self._stopped:
+            return
         ident = self._host.me.ident
         self._told_to_drain = ident in orders.draining
         self._wanted = orders.roles.get(ident, self._pool)
@@ -31,9 +34,17 @@ class OrderedWorker:
             if self._switching is None:
                 self._switching = asyncio.get_running_loop().create_task(self._switch())
         elif self._switching is None:
-            self._host.drain() if self._told_to_drain else self._host.undrain()
+            self._drain_as_told()
+
+    def _drain_as_told(self) -> None:
+        if self._told_to_drain:
+            self._host.drain()
+        else:
+            self._host.undrain()
 
     async def stop(self) -> None:
+        """The worker leaves: orders that still come are not followed any more."""
+        self._stopped = True
         if self._switching is not None:
             self._switching.cancel()
             await asyncio.wait([self._switching])
@@ -76,5 +87,4 @@ class OrderedWorker:
             log.info("plays %s, %.2f s after it was told to", host.role, took)
         finally:
             self._switching = None
-        if not self._told_to_drain:
-            self._host.undrain()
+        self._drain_as_told()

@@ -51,7 +51,7 @@ class FinishReason(str, Enum):
 
 
 class Guided(msgspec.Struct, frozen=True, array_like=True):
-    """What an answer is bound to. `source`: a JSON schema, a regular expression, a grammar in EBNF, or ""."""
+    """What an answer is bound to. `source`: a JSON schema, a regular expression, an EBNF grammar, or ""."""
 
     kind: str  # json, json_object, regex or grammar
     source: str = ""

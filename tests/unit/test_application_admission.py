@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
 
+from kvrouter.load import WorkerLoad
+from kvrouter.policy_router import PolicyRouter
 from serving.admission import FEWEST_SAMPLES
 from tests.scripted import Reply
 from tests.unit.app_rig import App, prompt
@@ -23,13 +26,18 @@ def slow_app(frontends: int, mode: str = "slo") -> App:
     return App(frontends=frontends, profile=SLOW, admission={"mode": mode})
 
 
+def prefill_load(app: App, frontend: int) -> WorkerLoad:
+    router = cast(PolicyRouter, app.coordinator(frontend)._router)
+    (load,) = [load for load in router.loads() if load.view.role == "prefill"]
+    return load
+
+
 async def teach(app: App) -> None:
     """Every router has seen the prefill worker at work."""
     for frontend in range(len(app.frontends)):
-        load = app.frontends[frontend].variants["tiny", "main"].coordinator._router.loads()
-        (prefill,) = [one for one in load if one.view.role == "prefill"]
+        linear = prefill_load(app, frontend).models.prefill.linear
         salt = 1000 * (frontend + 1)
-        while prefill.models.prefill.linear.evidence < FEWEST_SAMPLES:
+        while linear.evidence < FEWEST_SAMPLES:
             salt += 1
             await app.complete(prompt(TOKENS, salt), frontend, max_tokens=2)
 
@@ -75,8 +83,7 @@ async def test_off_refuses_nobody() -> None:
 async def test_frontends_hear_at_once_what_others_send() -> None:
     async with slow_app(2) as app:
         await teach(app)
-        other = app.coordinator(1)._router.loads()
-        (prefill,) = [one for one in other if one.view.role == "prefill"]
+        prefill = prefill_load(app, 1)
         await until(lambda: prefill.queued_tokens == 0, LONG_S)
         asking = [
             asyncio.ensure_future(app.complete(prompt(TOKENS, salt), 0, max_tokens=2)) for salt in range(3)

@@ -8,14 +8,22 @@ import pytest
 
 from kvrouter.policy_router import build_router
 from kvrouter.router import WorkerView
+from serving.breaker import THRESHOLD
 from serving.config import Deadlines
 from serving.coordinator import MAX_TRIES, Coordinator
-from serving.engine.base import FinishReason, Mode, SamplingParams
-from serving.errors import DeadlineExceeded, EngineFailure, NoWorker, Overloaded, WorkerLost
+from serving.engine.base import Capabilities, FinishReason, Mode, SamplingParams
+from serving.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    NoWorker,
+    Overloaded,
+    Unavailable,
+    WorkerLost,
+)
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import CollectedText, GenerationRequest
 from serving.metrics import Registry
-from serving.run import WorkerEntry
+from serving.run import Stage, WorkerEntry
 from serving.wire import (
     STEP,
     Begun,
@@ -49,6 +57,7 @@ class Bench:
             workers=self.entries,
             deadlines=Deadlines(),
             max_inflight=max_inflight,
+            capabilities=Capabilities(migrate_kv=True),
             metrics=FrontendMetrics(Registry({})),
             clock=lambda: self.now,
         )
@@ -330,3 +339,132 @@ def test_a_stuck_lone_worker_is_not_chosen_again():
     bench.now += 40.1
     bench.coordinator.sweep()
     assert len(bench.submits("d1" if first == "d0" else "d0")) == 1
+
+
+def test_a_resumes_prefill_worker_that_is_lost_before_its_token_is_replaced_at_once():
+    bench = Bench(prefill=2, decode=2)
+    run, sink = bench.start()
+    (decode,) = run.decoding
+    first = "p0" if bench.submits("p0") else "p1"
+    bench.tokens(bench.submits(first)[0].attempt, 0, 10)
+    bench.lose(decode.worker)
+    (prefill,) = [a for a in run.attempts.values() if a.mode is Mode.PREFILL]
+    bench.lose(prefill.worker)
+    assert run.placements == 3
+    (prefill,) = [a for a in run.attempts.values() if a.mode is Mode.PREFILL]
+    bench.tokens(prefill.ident, 1, 11)
+    (decode,) = run.decoding
+    bench.tokens(decode.ident, 2, 12, 13, ended="length")
+    assert sink.tokens == [10, 11, 12, 13]
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("how", ["link lost", "said"])
+def test_a_prefill_that_fails_after_its_token_is_its_readers_business(how: str):
+    bench = Bench()
+    run, sink = bench.start()
+    prefill, decode = bench.submits("p0")[0].attempt, bench.submits("d0")[0].attempt
+    bench.tokens(prefill, 0, 10)
+    if how == "said":
+        bench.coordinator.on_step(Step(ended=[Ended(prefill, "", "the lease ran out", retryable=True)]))
+    else:
+        bench.lose("p0")
+    assert run.placements == 1
+    bench.tokens(decode, 1, 11, 12, 13, ended="length")
+    assert sink.tokens == [10, 11, 12, 13]
+    bench.check_idle()
+
+
+def test_a_hand_off_that_fails_is_tried_between_two_others():
+    """It may be the fault of either side."""
+    bench = Bench(prefill=2, decode=2)
+    run, _ = bench.start()
+    before = {attempt.worker for attempt in run.attempts.values()}
+    (decode,) = run.decoding
+    bench.coordinator.on_step(Step(ended=[Ended(decode.ident, "", "the read failed", retryable=True)]))
+    assert before.isdisjoint(attempt.worker for attempt in run.attempts.values())
+
+
+def test_a_prefill_worker_that_answers_is_not_avoided_for_failures_long_ago():
+    bench = Bench()
+    for _ in range(2 * THRESHOLD):
+        run, _ = bench.start()
+        for fails in (True, False):
+            prefill = bench.submits("p0")[-1].attempt
+            if fails:
+                bench.coordinator.on_step(Step(ended=[Ended(prefill, "", "it failed", retryable=True)]))
+            else:
+                bench.tokens(prefill, 0, 10)
+        run.cancel()
+    assert bench.coordinator._breakers.avoid(bench.now) == frozenset()
+
+
+def test_an_answer_that_a_stop_string_ends_counts_as_one():
+    """The planner learns its length, and its worker that it works."""
+    bench = Bench(prefill=0)
+    run, _ = bench.start()
+    failed = bench.submits("d0")[0].attempt
+    bench.coordinator.on_step(Step(ended=[Ended(failed, "", "it failed", retryable=True)]))
+    bench.tokens(bench.submits("d0")[1].attempt, 0, 10, 11)
+    run.cancel("stop")
+    assert bench.coordinator.report("m", "main").outputs == [(3, 2)]
+    assert bench.coordinator._breakers._breakers == {}
+    bench.check_idle()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_worker_lost_between_the_last_token_and_the_end_takes_nothing_with_it(max_tokens: int):
+    bench = Bench(prefill=0)
+    run, sink = bench.start(max_tokens=max_tokens)
+    bench.tokens(bench.submits("d0")[0].attempt, 0, *range(max_tokens))
+    bench.lose("d0")
+    assert (sink.reason, run.info.resumes) == (FinishReason.LENGTH, 0)
+    bench.check_idle()
+
+
+def test_kv_that_arrives_before_the_first_token_is_not_waited_for_again():
+    bench = Bench()
+    run, _ = bench.start()
+    bench.coordinator.on_step(Step(begun=[Begun(bench.submits("d0")[0].attempt, 0)]))
+    bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    assert run.stage is Stage.FIRST_DECODE
+
+
+@pytest.mark.parametrize("prefill", [0, 1])
+def test_decoded_tokens_in_the_first_frame_make_it_a_stream(prefill: int):
+    bench = Bench(prefill=prefill)
+    run, _ = bench.start()
+    decode = bench.submits("d0")[0].attempt
+    if prefill:
+        bench.tokens(decode, 1, 11)
+        bench.tokens(bench.submits("p0")[0].attempt, 0, 10)
+    else:
+        bench.tokens(decode, 0, 10, 11)
+    assert run.stage is Stage.DECODE
+    assert run.tries == 0
+
+
+def test_the_time_in_a_queue_is_that_of_one_placement():
+    bench = Bench(prefill=0, decode=2)
+    run, _ = bench.start()
+    (attempt,) = run.decoding
+    bench.coordinator.on_step(Step(begun=[Begun(attempt.ident, 0)]))
+    bench.now += 50
+    bench.lose(attempt.worker)
+    bench.now += 1
+    (attempt,) = run.decoding
+    bench.coordinator.on_step(Step(begun=[Begun(attempt.ident, 0)]))
+    assert bench.coordinator._metrics.queue._sum == 1
+
+
+def test_stopping_ends_those_that_wait_too():
+    bench = Bench()
+    _, streaming = bench.start()
+    bench.lose("d0")
+    bench.add("d1", "decode")
+    _, waiting = bench.start()
+    bench.lose("d1")
+    bench.coordinator.stop()
+    assert isinstance(streaming.error, Unavailable)
+    assert isinstance(waiting.error, Unavailable)
+    bench.check_idle()

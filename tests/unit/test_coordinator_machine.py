@@ -21,7 +21,7 @@ from kvrouter.policy_router import build_router
 from kvrouter.router import WorkerView
 from serving.config import Deadlines
 from serving.coordinator import MAX_TRIES, Coordinator
-from serving.engine.base import FinishReason, Mode, SamplingParams, TokenLogprobs
+from serving.engine.base import Capabilities, FinishReason, Mode, SamplingParams, TokenLogprobs
 from serving.errors import EngineFailure, KVRelayError, NoWorker, Overloaded
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest
@@ -180,6 +180,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             workers=self.entries,
             deadlines=Deadlines(),
             max_inflight=MAX_INFLIGHT,
+            capabilities=Capabilities(migrate_kv=True),
             metrics=FrontendMetrics(Registry({})),
             clock=lambda: self.now,
         )

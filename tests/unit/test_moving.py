@@ -333,3 +333,63 @@ def test_a_resume_that_is_another_draw_is_marked(
     assert run.info.redrawn_from == marked
     run.cancel()
     bench.check_idle()
+
+
+def test_a_stream_that_was_taken_over_is_not_moved_again_from_where_it_was() -> None:
+    """The target's first token is here, the source's word is still on its way."""
+    moving = Moving()
+    target = moving.move()
+    moving.bench.tokens(target.attempt, 3, 13)
+    assert moving.bench.coordinator.move_from("d0") == 1
+    assert moving.run.move is None
+    assert len(moving.bench.submits("d1")) == 1
+    assert moving.run.info.decode_worker == "d1"
+
+
+@pytest.mark.parametrize("how", ["link lost", "said"])
+def test_a_source_that_fails_once_it_is_relieved_is_not_missed(how: str) -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.bench.tokens(target.attempt, 3, 13)
+    if how == "said":
+        moving.ends(moving.source, error="engine gone")
+    else:
+        moving.bench.lose("d0")
+    assert moving.run.placements == 1
+    moving.bench.tokens(target.attempt, 4, 14, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14]
+    moving.bench.check_idle()
+
+
+def test_a_worker_that_is_lost_as_old_source_and_new_target_leaves_the_stream() -> None:
+    moving = Moving(max_tokens=5)
+    target = moving.move()
+    moving.bench.tokens(target.attempt, 3, 13)
+    moving.bench.coordinator.move_from("d1")
+    assert len(moving.bench.submits("d0")) == 2
+    moving.bench.lose("d0")
+    assert (moving.run.placements, moving.run.move) == (1, None)
+    moving.bench.tokens(target.attempt, 4, 14, ended="length")
+    assert moving.sink.tokens == [10, 11, 12, 13, 14]
+    moving.bench.check_idle()
+
+
+def test_a_target_that_is_silent_after_the_source_left_is_to_blame() -> None:
+    moving = Moving()
+    moving.move()
+    moving.ends(moving.source, MOVED)
+    for entry in moving.bench.entries.values():
+        entry.waiting = 0
+    moving.bench.now += 6
+    moving.bench.coordinator.sweep()
+    assert moving.run.placements == 2
+    assert moving.run.failed_on == {"d1"}
+    moving.run.cancel()
+    moving.bench.check_idle()
+
+
+def test_engines_that_cannot_are_not_asked() -> None:
+    moving = Moving()
+    moving.bench.coordinator._mover._able = False
+    assert moving.bench.coordinator.move_from("d0") == 1
+    assert moving.bench.submits("d1") == []

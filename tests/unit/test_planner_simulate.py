@@ -182,7 +182,7 @@ def test_an_injected_admission_refuses() -> None:
     run.run(requests)
     row = summary(run, CRITERION)
     assert 0 < row["rejected"] < len(requests)
-    assert row["attainment"] < 1 - row["rejected"] / len(requests) + 1e-9
+    assert row["attainment"] <= 1 - row["rejected"] / len(requests) + 1e-4
 
 
 @pytest.mark.parametrize(
@@ -265,8 +265,8 @@ def test_the_benchmarks_step_constants_are_the_fit(request: pytest.FixtureReques
 def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "what_if"
     code = main(
-        ["--trace", "made-up", "--rate", "2", "--duration-s", "120", "--startup-s", "10", "--budget", "6"]
-        + ["--burst", "60", "20", "4", "--out", str(out), "--json"]
+        f"--trace made-up --rate 2 --duration-s 120 --startup-s 10 --budget 6 --out {out}"
+        " --burst 60 20 4 --json".split()
     )
     assert code == 0
     row = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from kvrouter.policy_router import build_router
 from serving import kept_link
 from serving.config import Deadlines
 from serving.coordinator import Coordinator
-from serving.engine.base import FinishReason, SamplingParams
+from serving.engine.base import Capabilities, FinishReason, SamplingParams
 from serving.errors import NoWorker, Unavailable, WorkerLost
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import CollectedText, GenerationRequest
@@ -24,6 +24,7 @@ from serving.wire import (
     AnyMessage,
     Beat,
     Cancel,
+    Draining,
     Ended,
     LoadReport,
     Message,
@@ -121,6 +122,7 @@ class Rig:
             workers=self.entries,
             deadlines=Deadlines(),
             max_inflight=100,
+            capabilities=Capabilities(migrate_kv=True),
             metrics=FrontendMetrics(Registry({})),
             clock=lambda: self.now,
         )
@@ -454,6 +456,19 @@ async def test_a_hung_engine_loses_its_streams_to_others_until_it_moves(rig: Rig
     await beats(rig, name, Beat(8, runnable=True))
     assert rig.links.pools()["decode"] == 2
     assert {await rig.placed_on() for _ in range(40)} == {"a", "b"}
+
+
+async def test_a_hung_worker_that_drains_gets_nothing_when_it_moves_again(rig: Rig) -> None:
+    a, b = await rig.decoders("a", "b")
+    await beats(rig, "a", Beat(7, runnable=True))
+    rig.now += SILENCE_S + 1
+    rig.links.sweep()
+    await until(lambda: a.opened == 2, LONG_S)
+    a.say(Draining(True))  # as a worker does first of all on a link
+    await until(lambda: rig.links._workers["a"].draining, LONG_S)
+    await beats(rig, "a", Beat(8, runnable=True))
+    assert rig.links.pools()["decode"] == 1
+    assert {await rig.placed_on() for _ in range(20)} == {b.me.ident}
 
 
 @pytest.mark.parametrize("beat", [Beat(7), Beat(8, runnable=True)], ids=["idle", "moving"])
