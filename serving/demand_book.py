@@ -21,8 +21,8 @@ class _Said:
 
 
 class DemandBook:
-    """Of all variants. What is told when it is older than `FRESH_S` was collected while Control was away: it
-    belongs to no window that is still open, and is left out."""
+    """Of all variants. Arrivals that were older than `FRESH_S` when they were told came while Control was
+    away: they belong to no window that is still open, and are left out."""
 
     def __init__(
         self, variants: Iterable[Key], times: Mapping[Key, FittedTimes], clock: Callable[[], float]

@@ -61,6 +61,9 @@ class Frontend:
                 context_tokens=limit,
                 capabilities=engine_capabilities(variant),
             )
+            for adapter in sorted(variant.engine.trtllm.lora):
+                with_adapter = served[model.name].with_adapter(adapter)
+                served[with_adapter.name] = with_adapter
         me = replica_identity("frontend", config.link)
         admin_key = None
         if config.security.admin_key_file is not None:

@@ -27,6 +27,7 @@ class GenerationRequest:
     timeout_ms: float | None = None  # the client's own limit, if it gave one
     priority: int = 0
     tenant: str | None = None  # the name of its API key, where keys are configured
+    adapter: str | None = None  # a LoRA, by the name it is configured under
 
 
 @dataclass(slots=True)

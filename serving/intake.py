@@ -125,12 +125,13 @@ def _piece(
         return Piece(len(prompt), None, echo)
     request = GenerationRequest(
         request_id=head.request_id,
-        model=model.name,
+        model=model.base or model.name,
         prompt=prompt,
         params=sampling_params(body, model, len(prompt)),
         cache_salt=body.cache_salt or (head.tenant.salt if head.tenant is not None else ""),
         session=head.session,
         timeout_ms=head.timeout_ms,
+        adapter=model.adapter,
         tenant=head.tenant.name if head.tenant is not None else None,
     )
     hidden = frozenset(request.params.stop_token_ids)

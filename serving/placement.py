@@ -120,7 +120,7 @@ class Placer:
         request = run.request
         return RouterRequest(
             tokens=request.prompt + run.sent if run.sent else request.prompt,
-            namespace=namespace_seed(self._model, salt=request.cache_salt or None),
+            namespace=namespace_seed(self._model, adapter=request.adapter, salt=request.cache_salt or None),
             max_tokens=request.params.max_tokens - len(run.sent),
             session=request.session,
             avoid=self.breakers.avoid(now) | run.failed_on,
@@ -157,6 +157,7 @@ class Placer:
                 handoff=handoff,
                 priority=request.priority,
                 pull=pull,
+                adapter=request.adapter or "",
                 reserve_tokens=RESERVE_TOKENS if handoff is not None and handoff.live else 0,
                 uncached_tokens=_uncached(wanted),
             )

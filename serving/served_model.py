@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ _SPECIAL_TOKENS = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One name clients may ask for."""
+    """One name clients may ask for. `adapter`: a LoRA on the model `base`; None: the model itself."""
 
     name: str
     tokenizer: Tokenizer
@@ -37,6 +37,12 @@ class ServedModel:
     chat: ChatTemplate | None = None  # None: no chat endpoint for this model
     capabilities: Capabilities = field(default_factory=Capabilities)
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
+    base: str | None = None
+    adapter: str | None = None
+
+    def with_adapter(self, adapter: str) -> ServedModel:
+        """The same with a LoRA, as clients ask for it: `model:adapter`. No model's name has a colon."""
+        return replace(self, name=f"{self.name}:{adapter}", base=self.name, adapter=adapter)
 
 
 def load_served_model(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import pytest
 
@@ -35,7 +36,7 @@ def worker(frontends: int = 2) -> WorkerLoad:
     return WorkerLoad(WorkerView("p", "prefill", 16, 100, 64), models, Order.DEADLINE, frontends)
 
 
-def booking(attempt: int, tokens: int, at_s: float, limit_s: float = 1e9) -> Booking:
+def booking(attempt: int, tokens: int, at_s: float, limit_s: float = inf) -> Booking:
     return Booking(attempt, True, tokens, tokens, float(tokens), 0, 0, at_s, tokens, limit_s)
 
 
@@ -127,7 +128,7 @@ def test_who_would_be_made_late() -> None:
     queue.add(2, 5.0, 1000.0, 0.0, limit_s=0.1)
     assert queue.blocked(4.0, 600.0, 0.0, 0.0, 0.0) is None, "it is lost anyway"
     queue.set_others(0.0, 0.0, [(5.0, 500.0)])
-    assert queue.blocked(4.0, 600.0, 0.0, 0.0, -3000.0) is not None, "others' too"
+    assert queue.blocked(4.0, 1600.0, 0.0, 0.0, -3000.0) is not None, "others too"
 
 
 def test_peers_without_samples_follow_the_first_one() -> None:

@@ -230,3 +230,27 @@ async def test_an_engine_that_dies_is_left_and_said_so() -> None:
         worker.machine.leaked = 0
         app.workers.remove(worker)
         app.dead.append(worker)
+
+
+async def test_an_adapter_is_a_model_of_its_own_and_shares_no_cache() -> None:
+    async with TrtllmApp(trtllm={"lora": {"sql": "/adapters/sql", "law": "/adapters/law"}}) as app:
+        listed = (await app.client().send("GET", "/v1/models")).json["data"]
+        assert [model["id"] for model in listed] == ["tiny", "tiny:sql", "tiny:law"]
+        long = prompt(8 * BLOCK_TOKENS)
+        for model, cached in (
+            ("tiny", 0),
+            ("tiny:sql", 0),
+            ("tiny:law", 0),
+            ("tiny:sql", 7 * BLOCK_TOKENS),
+        ):
+            answer = await app.complete(long, model=model)
+            assert answer.cached >= cached
+            assert bool(answer.cached) == bool(cached)
+            loras = {
+                row["lora_request"].lora_name if row["lora_request"] is not None else None
+                for pool in ("prefill", "decode")
+                for row in [list(app.machine(pool).seen)[-1]]
+            }
+            assert loras == {model.partition(":")[2] or None}
+        reply = await app.client().complete(prompt="x", model="tiny:poetry")
+        assert reply.status == 404

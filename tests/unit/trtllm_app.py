@@ -115,12 +115,14 @@ class TrtllmApp(App):
         self.workers = [TrtllmWorker(self, "prefill", n) for n in range(prefill)]
         self.workers += [TrtllmWorker(self, "decode", n) for n in range(decode)]
         self.dead = []
+        adapters = [self.model.with_adapter(name) for name in variant.engine.trtllm.lora]
+        served = {model.name: model for model in (self.model, *adapters)}
         self.frontends = [
             FrontendHost(
                 config=self.config,
                 me=Identity.fresh("frontend", f"frontend-{n}"),
                 key=self.key,
-                served={"tiny": self.model},
+                served=served,
             )
             for n in range(frontends)
         ]
