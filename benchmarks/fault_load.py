@@ -128,9 +128,10 @@ class Load:
 
     async def _probe(self) -> None:
         loop, every_s = asyncio.get_running_loop(), self._app.setup.probe_every_s
+        named = self._app.setup.engine is not None
         due_s = loop.time()
         while not self._done.is_set():
-            ask = Ask(random_prompt(self._numbers, 24), PROBE_TOKENS)
+            ask = Ask(random_prompt(self._numbers, 24), PROBE_TOKENS, named_tokens=named)
             probe = await self._send(ask, "")
             if self._reconnect:
                 self._probing.append(loop.create_task(self._probe_again(probe)))

@@ -91,7 +91,8 @@ async def reprefill_ms(app: App, asks: Sequence[Ask], lost: int) -> float:
         while not all(exchange.n_events >= app.setup.begun_tokens for exchange in others):
             await asyncio.sleep(0.01)
         length = PROMPT_TOKENS + app.setup.begun_tokens
-        fresh = await answered(app, [Ask(random_prompt(numbers, length), 2) for _ in range(lost)])
+        lost_asks = [Ask(random_prompt(numbers, length), 2, named_tokens=True) for _ in range(lost)]
+        fresh = await answered(app, lost_asks)
         answers = [exchange.answer() for exchange in fresh]
         waits.append(max(answer.times_s[-1] - answer.sent_s for answer in answers) * 1e3)
         for exchange in others:

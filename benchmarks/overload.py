@@ -168,7 +168,7 @@ class Simulation:
 
 
 def admission(slo: Slo) -> Callable[[PolicyRouter], Gate]:
-    return predicted(slo, AdmissionConfig())
+    return predicted(slo, AdmissionConfig(mode="slo"))
 
 
 def retry_error(errors: Sequence[tuple[float, float]]) -> dict[str, float]:

@@ -39,17 +39,21 @@ from typing import Any
 if __name__ == "__main__":  # before numpy: its threads would only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from kvrouter.policy_router import PolicyRouter
+from kvrouter.router import Choice
 from planner.observation import FittedTimes
 from planner.predict import ForecastState, forecast, record
 from planner.predictors import PREDICTORS
 from planner.settings import Targets
-from planner.sim_cluster import Cluster
+from planner.sim_cluster import MOST_OUTPUT_TOKENS, Cluster
 from planner.sim_policies import Means, MeanThroughput, Planner, RequestCount, Static, mean_pools
 from planner.sim_report import Criterion, draw, summary
 from planner.sim_setup import Policy, SimSetup
-from planner.sim_worker import EngineTimes
+from planner.sim_worker import EngineTimes, Job
 from planner.simulate import settings_for
 from planner.workload import TraceRequest, load_trace, made_up, servegen_day, traces_dir
+from serving.admission import Admission, Ask
+from serving.config import AdmissionConfig, Slo
 
 TOKENS_PER_S = 20_480
 STEP_MS = (28.894, 0.27205, 7.8604e-5)  # d, e, f
@@ -243,7 +247,7 @@ def walk_forward(requests: Sequence[TraceRequest], predictor: str) -> Row:
         now_s = (minute + 1) * 60.0
         arrivals = counts.get(minute, 0)
         state = record(state, 60.0, arrivals, predictor=predictor, lead_s=DAY_STARTUP_S, now_s=now_s)
-        made = forecast(state, predictor, QUANTILE, now_s)
+        made = forecast(state, predictor, QUANTILE, lead_s=DAY_STARTUP_S, now_s=now_s)
         actual = sum(counts.get(minute + lead + k, 0) for k in (-1, 0, 1, 2)) / 240.0
         if minute >= 60 and actual > 0:
             errors.append(abs(made.expected - actual) / actual)
@@ -257,6 +261,25 @@ def walk_forward(requests: Sequence[TraceRequest], predictor: str) -> Row:
     }
 
 
+class Door:
+    """The live admission, in front of the simulated workers."""
+
+    def __init__(self, router: PolicyRouter) -> None:
+        slo = Slo(
+            ttft_ms=TARGETS.ttft_ms,
+            ttft_ms_per_1k_tokens=TARGETS.ttft_ms_per_1k_tokens,
+            itl_ms=TARGETS.itl_ms,
+        )
+        self._admission = Admission(slo, AdmissionConfig(), router.load_of)
+
+    def admit(self, job: Job, choice: Choice, now_s: float) -> bool:
+        ask = Ask(job.context_tokens, MOST_OUTPUT_TOKENS)
+        return self._admission.decide(ask, choice, now_s).reason is None
+
+    def ended(self, output_tokens: int) -> None:
+        self._admission.ended(output_tokens)
+
+
 def burst(folder: str | None, say: Say) -> Row:
     """Recovered: from then on 95 % of the requests of each ten seconds attain."""
     say("burst")
@@ -264,6 +287,9 @@ def burst(folder: str | None, say: Say) -> Row:
     setup = SimSetup(TIMES, initial=(2, 2), startup_s=startup_s)
     budget = 64
     row, cluster = run(trace("burst", folder), planner(startup_s, budget=budget), setup)
+    say("burst, with admission")
+    refusing = Cluster(setup, planner(startup_s, budget=budget), Door)
+    refusing.run(trace("burst", folder))
     begin_s, length_s, _ = BURST
     bins: dict[int, list[bool]] = {}
     for job in cluster.jobs:
@@ -277,7 +303,7 @@ def burst(folder: str | None, say: Say) -> Row:
         sum(1 for at_s in done if begin_s + k * 30 <= at_s < begin_s + (k + 1) * 30) / 30 for k in range(6)
     ]
     return {
-        "policies": {"kvrelay": row},
+        "policies": {"kvrelay": row, "kvrelay_with_admission": summary(refusing, CRITERION)},
         "startup_s": startup_s,
         "recovered_after_s": recovered_s,
         "recovers_within_two_startups": recovered_s <= length_s + 2 * startup_s,

@@ -145,7 +145,9 @@ def _frontends(
     if observation.frontends is None or observation.inflight is None:
         return None, state.frontends
     rates = [
-        forecast(s.forecast, settings.predictor, settings.error_quantile, now_s).rate
+        forecast(
+            s.forecast, settings.predictor, settings.error_quantile, lead_s=settings.interval_s, now_s=now_s
+        ).rate
         for s in states.values()
     ]
     wanted = max(

@@ -57,7 +57,9 @@ def demand(
     blind = _blind(seen)
     if blind is not None or seen.times is None:
         return Demand(held, held, f"hold: {blind}"), state
-    expected = forecast(state.forecast, settings.predictor, settings.error_quantile, now_s)
+    expected = forecast(
+        state.forecast, settings.predictor, settings.error_quantile, lead_s=lead_s, now_s=now_s
+    )
     sizer = Sizer(seen, seen.times, own)
     if _idle(state, own, now_s):
         zero = own.prefill.min_replicas, own.decode.min_replicas

@@ -24,6 +24,8 @@ COMPARED = ("last", "shape")  # whose errors are always kept: the blend weighs b
 LEVEL_S = 240.0  # of the rate that counts as the present one
 FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0, 80.0)  # in which a jump may show
 FAST_SIGMAS = 2.5  # by which it must stand out
+LASTING = 13.0  # a jump is taken to last that many times as long as it was seen
+CLUMPS_FADE = 0.995  # a tick, of how clumped arrivals were
 LEAST_S = 15.0  # of seeing: a rate over less is taken as over this
 
 
@@ -57,14 +59,19 @@ def record(
         ticks=ticks,
         open_arrivals=state.open_arrivals + arrivals,
         open_s=state.open_s + window_s,
-        dispersion=_dispersion([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
+        dispersion=max(
+            _dispersion([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
+            state.dispersion * CLUMPS_FADE,
+        ),
     )
     return _close_bin(state, predictor, lead_s, now_s) if state.open_s >= BIN_S else state
 
 
-def forecast(state: ForecastState, predictor: str, quantile: float, now_s: float) -> Forecast:
-    """At the lead that `record` was given."""
-    level = _level(state, now_s)
+def forecast(
+    state: ForecastState, predictor: str, quantile: float, *, lead_s: float, now_s: float
+) -> Forecast:
+    """At `lead_s` from now, which `record` was given too."""
+    level = _level(state, lead_s, now_s)
     expected = level if state.ahead is None else state.ahead
     headroom = _headroom((state.errors or {}).get(predictor, ()), quantile)
     return Forecast(max(expected * headroom, level), expected, level, headroom)
@@ -106,15 +113,16 @@ def _headroom(errors: tuple[float, ...], quantile: float) -> float:
     return min(max(ordered[at], 1.0), MOST_HEADROOM)
 
 
-def _level(state: ForecastState, now_s: float) -> float:
-    """The present rate. A jump counts as soon as it stands out from what clumps would explain."""
+def _level(state: ForecastState, lead_s: float, now_s: float) -> float:
+    """The present rate. A jump counts as soon as it stands out from what clumps would explain, and has
+    lasted long enough to be there still when a worker ordered now is ready."""
     mean = _rate(state.ticks, now_s, LEVEL_S)
     if mean is None:
         return 0.0
     level = mean[0] * min(mean[1] / LEAST_S, 1.0)
     for window_s in FAST_WINDOWS_S:
         seen = _rate(state.ticks, now_s, window_s)
-        if seen is None:
+        if seen is None or window_s * LASTING < lead_s:
             continue
         rate, span = seen
         if span >= mean[1]:

@@ -46,13 +46,17 @@ def tail(
 
 
 def late_share(
-    arrivals: Sequence[tuple[float, float, float]], servers: int, growth: float, weight: int = 1
+    arrivals: Sequence[tuple[float, float, float]],
+    servers: int,
+    growth: float,
+    weight: int = 1,
+    most: float = 1.0,
 ) -> float:
     """Share of `arrivals` that wait longer than allowed.
 
     `arrivals`: (at_s from 0 on, service_s, allowed wait_s), in order. `growth` times the demand: gaps
     between arrivals are that much shorter. Each arrival stands for `weight`: a part of the requests on the
-    same part of the servers, which is on the safe side.
+    same part of the servers, which is on the safe side. Above `most` it is not counted on.
     """
     if not arrivals:
         return 0.0
@@ -60,6 +64,7 @@ def late_share(
     slower = count * weight / servers  # a part of a server is a slow one
     free = [0.0] * count
     late = 0
+    enough = most * len(arrivals)
     shorter = 1 / growth
     for at_s, service_s, allowed_s in arrivals:
         now = at_s * shorter
@@ -68,5 +73,7 @@ def late_share(
             start = now
         elif start - now > allowed_s:
             late += 1
+            if late > enough:
+                break
         heapq.heapreplace(free, start + service_s * slower)
     return late / len(arrivals)

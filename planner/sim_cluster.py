@@ -21,7 +21,7 @@ from typing import Any
 from kvrouter.events import CacheEvents
 from kvrouter.index import PrefixIndex
 from kvrouter.perf_model import WorkerModels
-from kvrouter.policy_router import build_router
+from kvrouter.policy_router import PolicyRouter, build_router
 from kvrouter.router import RouterRequest, WorkerView
 from planner.observation import Arrival, FittedTimes, Observation, PoolSeen, VariantDecision
 from planner.observe import Observer
@@ -48,10 +48,14 @@ MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how l
 class Cluster:
     """`run` once; then read `jobs`, `samples`, `gpu_s` and `scale_events`."""
 
-    def __init__(self, setup: SimSetup, policy: Policy, admit: Admit | None = None) -> None:
+    def __init__(
+        self,
+        setup: SimSetup,
+        policy: Policy,
+        admission: Callable[[PolicyRouter], Admit] | None = None,
+    ) -> None:
         self.setup = setup
         self.policy = policy
-        self.admit = admit
         self.jobs: list[Job] = []
         self.samples: list[Sample] = []
         self.scale_events = 0
@@ -67,6 +71,7 @@ class Cluster:
             order=setup.order,
             local=setup.local_prefill,
         )
+        self._admit = None if admission is None else admission(self._router)
         self._random = random.Random(setup.seed)
         self._events: list[tuple[float, int, str, Any]] = []
         self._number = 0
@@ -143,7 +148,7 @@ class Cluster:
         if first:
             uncached = job.context_tokens - choice.cached_tokens
             self.observer.arrived(Arrival(now_s, job.context_tokens, uncached))
-            if self.admit is not None and not self.admit(job, choice, now_s):
+            if self._admit is not None and not self._admit.admit(job, choice, now_s):
                 job.rejected = True
                 return
         self._attempts += 2
@@ -208,6 +213,8 @@ class Cluster:
         job.finished_s = now_s
         self._release(job)
         self.observer.finished(job.request.prompt_tokens, job.request.output_tokens)
+        if self._admit is not None:
+            self._admit.ended(job.request.output_tokens)
 
     def _let_go(self, ident: str, now_s: float) -> None:
         worker = self.workers[ident]

@@ -86,18 +86,21 @@ def _share(met: Sequence[bool]) -> float | None:
 
 
 def anti_phase(run: Cluster) -> int:
-    """How often one role was told to shrink within a minute after the other one was told to grow."""
+    """How often one role was told to shrink within a minute after the other one was told to grow.
+
+    A flip, both at once, is none.
+    """
     found = 0
     grown = [-2 * ANTI_PHASE_S, -2 * ANTI_PHASE_S]
     before: tuple[int, int] | None = None
     for sample in run.samples:
         if before is not None:
             for role in (0, 1):
-                if sample.targets[role] > before[role]:
-                    grown[role] = sample.at_s
-            for role in (0, 1):
                 if sample.targets[role] < before[role]:
                     found += sample.at_s - grown[1 - role] < ANTI_PHASE_S
+            for role in (0, 1):
+                if sample.targets[role] > before[role]:
+                    grown[role] = sample.at_s
         before = sample.targets
     return found
 

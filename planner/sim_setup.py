@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,7 +25,14 @@ __all__ = [
 VARIANT = "main"
 ROLES = ("prefill", "decode")
 
-Admit = Callable[[Job, Choice, float], bool]  # False: refused
+
+class Admit(Protocol):
+    """Who is let in, after the router has chosen; serving.admission behind an adapter, for instance."""
+
+    def admit(self, job: Job, choice: Choice, now_s: float) -> bool: ...
+
+    def ended(self, output_tokens: int) -> None:
+        """An answer is complete."""
 
 
 class Policy(Protocol):

@@ -131,7 +131,8 @@ class Sizer:
                     for row, own in zip(self._rows, self._classes, strict=True)
                 ]
                 part = self._classes.count(name) / len(rows)
-            share = late_share(rows, servers, growth, self._seen.weight) / part
+            most = part * self._targets(name).allowed_misses ** (1 / power)
+            share = late_share(rows, servers, growth, self._seen.weight, most) / part
             if len(rows) < FEWEST:
                 share = max(share, self._formula(servers, rate))
             found[name] = min(share, 1.0) ** power

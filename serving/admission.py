@@ -46,10 +46,11 @@ PRESSURE = 0.05  # refused, from which on claims count
 DECODE_RESERVE = 0.3  # of the reserve; of a batch it costs throughput
 HORIZON = 0.5  # of ttft_ms, that a batch is predicted ahead
 FIRST_MARGIN = 1 / 16  # of ttft_ms, for what predictions leave out
-MOST_MARGIN = 0.5
+MOST_MARGIN = 0.5  # of the time to wait
 MARGIN_STEP = 1 / 32
 MISSES = 0.005  # of the admitted that may be late
 HIGHEST_S = 10.0  # a priority counts as asking for so long
+MOST_PRIORITIES = 16  # remembered, before old ones are forgotten
 LONGEST_RETRY_S = 600.0
 
 
@@ -98,7 +99,8 @@ class Admission:
     """Of one variant on one frontend. Other frontends' work is in the workers' load reports."""
 
     def __init__(self, slo: Slo, config: AdmissionConfig, load_of: Callable[[str], WorkerLoad]) -> None:
-        """`load_of`: the router's view of a worker it has chosen."""
+        """`load_of`: the router's view of a worker it has chosen. Unless the mode is `slo`, only the first
+        token of `slo` counts."""
         self._slo = slo
         self._config = config
         self._load_of = load_of
@@ -117,6 +119,8 @@ class Admission:
         self._tenants.ask(ask.tenant, now_s)
         self._lanes.ask(lane, now_s)
         self._priorities[ask.priority] = now_s
+        if len(self._priorities) > MOST_PRIORITIES:
+            self._priorities = {p: s for p, s in self._priorities.items() if now_s - s < HIGHEST_S}
         verdict = self.look(ask, choice, now_s)
         self._learn_margin(self._load_of(choice.prefill or choice.decode).take_lateness())
         admitted = verdict.reason is None
@@ -124,7 +128,7 @@ class Admission:
         if admitted:
             gpu_ms = own_ms + self._decode_ms(ask, choice)
             self._tenants.spend(ask.tenant, gpu_ms, now_s)
-            self._lanes.spend(lane, gpu_ms, now_s)
+            self._lanes.spend(lane, own_ms, now_s)
         return verdict
 
     def ended(self, output_tokens: int) -> None:
@@ -162,19 +166,21 @@ class Admission:
         lacks = []
         load = meets.load
         if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
-            over_ms = meets.wait_ms + self._margin_ms - part * meets.room_ms
+            margin_ms = min(self._margin_ms, MOST_MARGIN * meets.room_ms)
+            over_ms = meets.wait_ms + margin_ms - part * meets.room_ms
             if meets.wait_ms > 0 and over_ms > 0:
                 lacks.append(_Lack("ttft", over_ms / 1e3))
             else:
-                blocked = load.blocked(
-                    meets.due_s, meets.own_ms, meets.now_s, self._margin_ms, self._slo.ttft_ms - SLACK_MS
-                )
+                # Those it overtakes keep the margin, and what is kept for better claims than its own.
+                ttft_ms = self._slo.ttft_ms
+                kept_ms = self._margin_ms + (1.0 - part) * ttft_ms
+                blocked = load.blocked(meets.due_s, meets.own_ms, meets.now_s, kept_ms, ttft_ms - SLACK_MS)
                 if blocked is not None:
                     # Until they are done, or until a new one would be behind them and may wait for them.
                     may_wait_ms = blocked.done_ms - meets.wait_ms + over_ms
                     clears_ms = min(blocked.done_ms, max(blocked.behind_ms, may_wait_ms))
                     lacks.append(_Lack("ttft", clears_ms / 1e3))
-        if ask.max_tokens > 1:
+        if ask.max_tokens > 1 and self._config.mode == "slo":
             lack = self._decode_lack(ask, choice, (meets.wait_ms + meets.own_ms) / 1e3, part)
             if lack is not None:
                 lacks.append(lack)
@@ -191,8 +197,8 @@ class Admission:
         step = load.models.step
         held = load.kv_blocks
         life_s = self._output_tokens * step.ms(batch, held * size) / 1e3
-        # Of those that decode some will have ended. Those whose prompts still compute will all be there, and
-        # so will some that come after this one: whoever looks far ahead finds their places taken.
+        # Of those that decode some will have ended. Those whose prompts still compute will all be there,
+        # and so will some that come after this one: whoever looks far ahead finds their places taken.
         ready_s = min(ready_s, HORIZON * self._slo.ttft_ms / 1e3)
         decoding = load.running / batch
         left = decoding * exp(-ready_s / life_s) + 1.0 - decoding

@@ -182,13 +182,14 @@ class RouterConfig(Section, frozen=True):
 
 
 class AdmissionConfig(Section, frozen=True):
-    """`slo`: a request is refused at once when it is predicted to miss the model's targets, or to make others
-    miss theirs. `slack`: the targets that predictions are held to, as a factor. `reserve`: part of the time
-    and room that, while requests are refused, is kept for those with a better claim (docs/admission.md)."""
+    """What is refused at once (docs/admission.md). `deadline`: what is predicted to have no first token
+    before its deadline, the client's or `deadlines.queue_ms`. `slo`: what is predicted to miss the model's
+    targets, or to make others miss theirs. `slack`: those limits, as a factor. `reserve`: part of the time
+    and room that, while requests are refused, is kept for those with a better claim."""
 
-    mode: Literal["off", "slo"] = "slo"
+    mode: Literal["off", "deadline", "slo"] = "deadline"
     slack: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.25
+    reserve: Annotated[float, Meta(ge=0, lt=1)] = 0.4
 
 
 class Budget(Section, frozen=True):

@@ -45,6 +45,7 @@ class Control:
         config = load_config(args)
         self._settings_key = f"settings:{application_name()}".encode()
         self._orders_key = f"orders:{application_name()}".encode()
+        self._counted_key = f"counted:{application_name()}".encode()
         self._me = replica_identity("control", config.link)
         self._host = ControlHost(
             me=self._me,
@@ -55,6 +56,9 @@ class Control:
             variants={model.name: [variant.name for variant in model.variants] for model in config.models},
         )
         self._host.orders.restore(_stored(self._orders_key))
+        counted = internal_kv._internal_kv_get(self._counted_key, namespace=_NAMESPACE)
+        if counted is not None:
+            self._host.take_over(counted)
         self._address = await self._host.start(link_host(config.link))
         times = {key: profile.times for key, profile in load_profiles(config).items()}
         self._planner = PlannerHost(
@@ -79,6 +83,8 @@ class Control:
 
     async def __del__(self) -> None:
         await self._planner.stop()
+        counted = self._host.counted()
+        internal_kv._internal_kv_put(self._counted_key, counted, overwrite=True, namespace=_NAMESPACE)
         await self._host.stop()
 
     def _stored_settings(self) -> LiveSettings | None:

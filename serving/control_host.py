@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from serving.admin import Admin
 from serving.link import Identity, Link, LinkServer
 from serving.live_settings import LivePlanner, LiveSettings, parse_settings, settings_values
@@ -55,6 +57,20 @@ class ReportedWorker:
     address: str | None
     report: WorkerReport | None
     age_s: float
+
+
+class _Counted(msgspec.Struct):
+    """A party's counters and histograms."""
+
+    ident: str
+    epoch: int
+    label: str
+    families: list[Family]
+
+
+class _Kept(msgspec.Struct):
+    departed: list[Family]
+    parties: list[_Counted]
 
 
 @dataclass(slots=True)
@@ -183,7 +199,7 @@ class ControlHost:
         if party is None:
             return
         party.register = party.report = None
-        party.families = [family for family in party.families if family.type != "gauge"]
+        party.families = _monotone(party.families)
         self._absent[_key(link)] = party, self._loop.call_later(ABSENT_S, self._gone, _key(link))
         for serial in list(self._scrapes):
             self._answered(serial, link)
@@ -205,6 +221,27 @@ class ControlHost:
     def _known(self) -> set[str]:
         """Who is linked, or may come back."""
         return {_key(link)[0] for link in self._parties} | {ident for ident, _ in self._absent}
+
+    # ------------------------------------------------------------ across a restart of Control
+
+    def counted(self) -> bytes:
+        """What everybody counted so far, for the Control that comes after this one."""
+        there = [(_key(link), party) for link, party in self._parties.items()]
+        there += [(key, party) for key, (party, _) in self._absent.items()]
+        parties = [_Counted(*key, party.label, _monotone(party.families)) for key, party in there]
+        return msgspec.msgpack.encode(_Kept(self._departed, parties))
+
+    def take_over(self, counted: bytes) -> None:
+        """What `counted` gave: whoever does not come back is a departed one, so no sum ever falls."""
+        try:
+            kept = msgspec.msgpack.decode(counted, type=_Kept)
+        except msgspec.MsgspecError:
+            return  # of another version
+        self._departed = kept.departed
+        for party in kept.parties:
+            key = (party.ident, party.epoch)
+            timer = self._loop.call_later(ABSENT_S, self._gone, key)
+            self._absent[key] = _Party(party.label, families=party.families), timer
 
     def on_message(self, link: Link, message: AnyMessage) -> None:
         party = self._parties.get(link)
@@ -270,6 +307,10 @@ class ControlHost:
             kind = (link.peer.kind if link.peer is not None else "unknown",)
             counts[kind] = counts.get(kind, 0) + 1
         return counts
+
+
+def _monotone(families: list[Family]) -> list[Family]:
+    return [family for family in families if family.type != "gauge"]
 
 
 def _key(link: Link) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from serving.coordinator import Coordinator
 from serving.door import Door
 from serving.errors import ModelNotFound
 from serving.frontend_metrics import FrontendMetrics
-from serving.gate import Gate
+from serving.gate import gate_for
 from serving.generation import GenerationRequest, Sink, Ticket
 from serving.link import Identity
 from serving.live_settings import LiveSettings
@@ -107,16 +107,13 @@ class FrontendHost:
                 metrics = FrontendMetrics(self.registry.part(labels))
                 metrics.watch(router.caches)
                 entries: dict[str, WorkerEntry] = {}
-                gate = (
-                    Gate(
-                        model.slo,
-                        config.admission,
-                        load_of=router.load_of,
-                        loads=router.loads,
-                        metrics=metrics,
-                    )
-                    if config.admission.mode == "slo"
-                    else None
+                gate = gate_for(
+                    model.slo,
+                    config.admission,
+                    config.deadlines,
+                    load_of=router.load_of,
+                    loads=router.loads,
+                    metrics=metrics,
                 )
                 coordinator = Coordinator(
                     model=model.name,

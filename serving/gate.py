@@ -9,7 +9,7 @@ from math import ceil
 from kvrouter.load import WorkerLoad
 from kvrouter.router import Choice, RouterRequest
 from serving.admission import Admission, Ask, Verdict
-from serving.config import AdmissionConfig, Slo
+from serving.config import AdmissionConfig, Deadlines, Slo
 from serving.errors import Overloaded
 from serving.frontend_metrics import FrontendMetrics
 from serving.generation import GenerationRequest
@@ -35,6 +35,23 @@ class Refused(Overloaded):
             f"at this load {_WHY[verdict.reason]}; try again in {seconds} s", retry_after_s=seconds
         )
         self.uncached_tokens = uncached_tokens
+
+
+def gate_for(
+    slo: Slo,
+    config: AdmissionConfig,
+    deadlines: Deadlines,
+    *,
+    load_of: Callable[[str], WorkerLoad],
+    loads: Callable[[], Iterable[WorkerLoad]],
+    metrics: FrontendMetrics,
+) -> Gate | None:
+    """As `config.mode` says; None: everybody is let in. Others as for Gate."""
+    if config.mode == "off":
+        return None
+    if config.mode == "deadline":
+        slo = Slo(ttft_ms=deadlines.queue_ms, ttft_ms_per_1k_tokens=0)
+    return Gate(slo, config, load_of=load_of, loads=loads, metrics=metrics)
 
 
 class Gate:

@@ -22,6 +22,7 @@ SAID = {
     "pyproject.toml": "the package, its dependencies, and the settings of ruff, mypy and pytest",
     "tests/golden/wire.json": "the wire as written down: schema and bytes of every message",
     "tests/golden/hashing.json": "block hashes that must never change",
+    "tests/golden/rayservice.schema.json": "the part of KubeRay's RayService that configs/kuberay uses",
     "configs/profiles/zero.json": "simulated model: computes in no time",
     "configs/profiles/h100-70b.json": "simulated model: published timings of Llama-2-70B on 8 H100, fitted",
 }

@@ -47,6 +47,7 @@ from serving.local.status import Status
 
 POLL_S = 0.1
 STARTS = 3  # of Ray on one node, as a supervisor would
+SAVED_CHARS = 2000  # of what `ray start` said, before the file goes
 HTTP_PORT = 8000
 ARGUMENTS = "cluster.json"
 
@@ -133,7 +134,7 @@ class NamespaceCluster:
 
     # ---------------------------------------------------------------- start and stop
 
-    def start(self, *, timeout_s: float = 120, guarded: bool = True) -> None:
+    def start(self, *, timeout_s: float = 180, guarded: bool = True) -> None:
         """Every node, and wait until all are up. Raises StartError; then nothing is left.
 
         `guarded`: the cluster ends with this process, however that ends.
@@ -235,14 +236,14 @@ class NamespaceCluster:
         """`ray start --block` says so once the node is up; on a busy machine it gives up after 30 s."""
         log = self.directory / name / "log"
         starts = 1
-        while "--block" not in log.read_text(errors="replace"):
-            if self._started[name].poll() is not None:
-                if starts == STARTS:
-                    raise StartError(f"Ray ended on {name}:\n{log.read_text(errors='replace')[-2000:]}")
+        while "--block" not in (said := log.read_text(errors="replace")):
+            ended = self._started[name].poll() is not None
+            if time.monotonic() > deadline or (ended and starts == STARTS):
+                what = "ended" if ended else "did not start in time"
+                raise StartError(f"Ray {what} on {name}:\n{said[-SAVED_CHARS:]}")
+            if ended:
                 self._launch(name)
                 starts += 1
-            if time.monotonic() > deadline:
-                raise StartError(f"Ray did not start on {name} in time; see {log}")
             time.sleep(POLL_S)
 
     # ---------------------------------------------------------------- the application

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +46,7 @@ class Bench:
         evidence: int = 100,
         slo: Slo = SLO,
         max_batch: int = 256,
+        mode: Literal["deadline", "slo"] = "slo",
         slack: float = 1.0,
         reserve: float = 0.25,
     ) -> None:
@@ -54,7 +56,9 @@ class Bench:
         self.p = WorkerLoad(WorkerView("p", "prefill", BLOCK, 1000, 256), models[0], Order.DEADLINE)
         self.d = WorkerLoad(WorkerView("d", "decode", BLOCK, 1000, max_batch), models[1], Order.DEADLINE)
         self.admission = Admission(
-            slo, AdmissionConfig(slack=slack, reserve=reserve), {"p": self.p, "d": self.d}.__getitem__
+            slo,
+            AdmissionConfig(mode=mode, slack=slack, reserve=reserve),
+            {"p": self.p, "d": self.d}.__getitem__,
         )
         self.now_s = 100.0
         self.attempts = 0
@@ -197,6 +201,17 @@ def test_slack_loosens() -> None:
     bench.queue(1000)
     bench.decodes(40)
     assert bench.look(100).reason is None
+
+
+def test_by_deadline_only_the_first_token_counts() -> None:
+    bench = Bench(mode="deadline", slo=Slo(ttft_ms=60_000, ttft_ms_per_1k_tokens=0))
+    bench.decodes(200, free_blocks=0)
+    bench.queue(1000)
+    assert bench.look(100).reason is None
+    assert bench.look(100, timeout_ms=900).reason == "ttft"
+    assert bench.look(100, timeout_ms=3000).reason is None, "the margin is for it and not for the longest"
+    bench.queue(60_000)
+    assert bench.look(100).reason == "ttft"
 
 
 # ---------------------------------------------------------------- claims

@@ -72,8 +72,9 @@ async def test_too_much_at_once_is_refused_in_shape_and_leaves_nothing(frontends
         )
 
 
-async def test_off_refuses_nobody() -> None:
-    async with slow_app(1, "off") as app:
+@pytest.mark.parametrize("mode", ["off", "deadline"])
+async def test_without_targets_nobody_is_refused(mode: str) -> None:
+    async with slow_app(1, mode) as app:
         replies = await asyncio.gather(
             *(app.complete(prompt(TOKENS, salt), max_tokens=2) for salt in range(8))
         )

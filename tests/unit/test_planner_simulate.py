@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.planner_replay import STEP_MS
 from kvrouter.deadline import Order
+from kvrouter.router import Choice
 from planner.fit_times import fit_step
 from planner.settings import Targets
 from planner.sim_cluster import Cluster
@@ -174,11 +175,17 @@ def test_to_zero_and_from_zero() -> None:
     assert all(j.finished_s is not None for j in run.jobs)
 
 
+class OnlyShort:
+    def admit(self, job: Job, choice: Choice, now_s: float) -> bool:
+        return job.request.prompt_tokens < 500
+
+    def ended(self, output_tokens: int) -> None:
+        assert output_tokens >= 1
+
+
 def test_an_injected_admission_refuses() -> None:
     requests = made_up(10.0, 30.0, 500, 10, seed=9)
-    run = Cluster(
-        SimSetup(TIMES), Static(1, 1), admit=lambda j, choice, now_s: j.request.prompt_tokens < 500
-    )
+    run = Cluster(SimSetup(TIMES), Static(1, 1), lambda router: OnlyShort())
     run.run(requests)
     row = summary(run, CRITERION)
     assert 0 < row["rejected"] < len(requests)
