@@ -10,13 +10,20 @@ from dataclasses import replace
 
 from benchmarks.fault_app import App, Setup
 from benchmarks.fault_client import Ask, Exchange, send
-from benchmarks.fault_load import ended, random_prompt, stream_asks
+from benchmarks.fault_load import ended, random_prompt
+from serving.manifest import resolve_weights
+from serving.tokenizer import Tokenizer
 
 MODEL = "smollm2"
-STREAMS = 6
+WEIGHTS = "smollm2-135m"
 STREAM_TOKENS = 120
-PROMPT_TOKENS = 200
 ROUNDS = 3
+WHO = ("farmer", "sailor", "teacher", "painter", "doctor", "gardener")
+STORY = (
+    "Once upon a time there was a {who} who lived in a small house by the sea. Every morning the {who} "
+    "went out to see what the night had left on the beach, and every evening there was a story to tell. "
+)
+REPEATS = 4  # about 190 tokens
 
 
 def real_setup(dtype: str) -> Setup:
@@ -36,8 +43,14 @@ def real_setup(dtype: str) -> Setup:
 
 
 def real_asks() -> list[Ask]:
-    """Greedy and seeded in turn."""
-    return stream_asks(STREAMS, prompt_tokens=PROMPT_TOKENS, max_tokens=STREAM_TOKENS, named_tokens=True)
+    """Greedy and seeded in turn. Plain English: after random tokens the model is so undecided that the last
+    bit of a sum, which depends on who else is in the batch, decides."""
+    tokenizer = Tokenizer.from_file(resolve_weights(WEIGHTS) / "tokenizer.json")
+    asks = []
+    for n, who in enumerate(WHO):
+        prompt = tuple(tokenizer.encode(STORY.format(who=who) * REPEATS + f"The story of the {who}:"))
+        asks.append(Ask(prompt, STREAM_TOKENS, seed=n if n % 2 else None, named_tokens=True))
+    return asks
 
 
 class UndisturbedAnswers:
@@ -90,7 +103,7 @@ async def reprefill_ms(app: App, asks: Sequence[Ask], lost: int) -> float:
         ]
         while not all(exchange.n_events >= app.setup.begun_tokens for exchange in others):
             await asyncio.sleep(0.01)
-        length = PROMPT_TOKENS + app.setup.begun_tokens
+        length = len(asks[0].prompt) + app.setup.begun_tokens
         lost_asks = [Ask(random_prompt(numbers, length), 2, named_tokens=True) for _ in range(lost)]
         fresh = await answered(app, lost_asks)
         answers = [exchange.answer() for exchange in fresh]

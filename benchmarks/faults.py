@@ -26,7 +26,8 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -68,13 +69,20 @@ class Bench:
         self._progress = progress
 
     async def run(
-        self, app: App, faults: Sequence[Fault], reference: Reference, ask_for: AskFor, **more: Any
+        self,
+        app: App,
+        faults: Sequence[Fault],
+        reference: Reference,
+        ask_for: AskFor,
+        predict: Callable[[int], Awaitable[float]] | None = None,
     ) -> None:
-        """`more`: added to every row, for the targets too."""
+        """`predict`: how long computing the prompts of so many streams anew takes, in ms."""
         for fault in faults:
             self._progress.say(f"{fault.name}: {fault.says}")
             try:
-                row = await run_fault(app, fault, reference, ask_for(fault)) | more
+                row = await run_fault(app, fault, reference, ask_for(fault))
+                if predict is not None and "struck_streams" in row:
+                    row["predicted_reprefill_ms"] = await predict(row["struck_streams"])
             except (TimeoutError, RuntimeError, OSError, KVRelayError) as error:
                 row = {"failed": f"{type(error).__name__}: {error}"}
             self.rows[fault.name] = row
@@ -129,7 +137,6 @@ async def measure_real(names: Sequence[str], dtype: str, progress: Progress) -> 
     bench = Bench(progress)
     faults = [fault for fault in ALL if fault.where != "nodes" and fault.name in names]
     asks, exact = real_asks(), dtype == "float32"
-    predicted_ms = None
     for env, here in (
         (TCP, [UNDISTURBED, *(fault for fault in faults if fault.where == "local")]),
         (SLOW_TCP, [fault for fault in faults if fault.where == "slow"]),
@@ -141,8 +148,7 @@ async def measure_real(names: Sequence[str], dtype: str, progress: Progress) -> 
             app = deployed(cluster, real_setup(dtype))
             reference = UndisturbedAnswers(app, exact=exact)
             reference.learn(asks)
-            predicted_ms = await reprefill_ms(app, asks, len(asks) // app.setup.decode)
-            await bench.run(app, here, reference, lambda fault: asks, predicted_reprefill_ms=predicted_ms)
+            await bench.run(app, here, reference, lambda fault: asks, partial(reprefill_ms, app, asks))
     return bench.report(model=REAL_MODEL, dtype=dtype)
 
 

@@ -229,7 +229,8 @@ class ControlHost:
         there = [(_key(link), party) for link, party in self._parties.items()]
         there += [(key, party) for key, (party, _) in self._absent.items()]
         parties = [_Counted(*key, party.label, _monotone(party.families)) for key, party in there]
-        return msgspec.msgpack.encode(_Kept(self._departed, parties))
+        departed = fold(self._departed, self._registry.families(), "control", "departed")
+        return msgspec.msgpack.encode(_Kept(departed, parties))
 
     def take_over(self, counted: bytes) -> None:
         """What `counted` gave: whoever does not come back is a departed one, so no sum ever falls."""
