@@ -48,7 +48,8 @@ def real_asks() -> list[Ask]:
     tokenizer = Tokenizer.from_file(resolve_weights(WEIGHTS) / "tokenizer.json")
     asks = []
     for n, who in enumerate(WHO):
-        prompt = tuple(tokenizer.encode(STORY.format(who=who) * REPEATS + f"The story of the {who}:"))
+        text = STORY.format(who=who) * REPEATS + f"The story of the {who}:"
+        prompt = tuple(tokenizer.encode(text, add_special_tokens=True))
         asks.append(Ask(prompt, STREAM_TOKENS, seed=n if n % 2 else None, named_tokens=True))
     return asks
 

@@ -1,7 +1,8 @@
 """Sends requests at given times whether or not earlier ones are answered, and tells what each one met.
 
-Reads `{"host", "port", "model", "requests": [{"at_s", "blocks", "prompt_tokens", "output_tokens"}]}` from
-standard input and prints one JSON object. A process of its own, so that its CPU is not the server's.
+Reads `{"host", "port", "model", "block_tokens", "requests": [{"at_s", "blocks", "prompt_tokens",
+"output_tokens"}], "into"}` from standard input and writes one JSON object into that file. A process of its
+own, so that its CPU is not the server's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import orjson
@@ -137,7 +139,7 @@ async def send_all(plan: dict[str, Any]) -> list[Outcome]:
 def main() -> None:
     plan = orjson.loads(sys.stdin.buffer.read())
     outcomes = uvloop.run(send_all(plan))
-    sys.stdout.buffer.write(orjson.dumps({"outcomes": [asdict(outcome) for outcome in outcomes]}))
+    Path(plan["into"]).write_bytes(orjson.dumps([asdict(outcome) for outcome in outcomes]))
 
 
 if __name__ == "__main__":

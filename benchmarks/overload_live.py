@@ -27,6 +27,7 @@ TTFT_MS, TTFT_MS_PER_1K, ITL_MS = 800.0, 400.0, 40.0
 MS_PER_TOKEN = 0.39  # an eighth of the speed of the simulation
 STEP_MS, STEP_MS_PER_SEQUENCE = 6.0, 1.0
 CHUNK_TOKENS = 128
+STEPPED_MS_PER_TOKEN = MS_PER_TOKEN + (STEP_MS + STEP_MS_PER_SEQUENCE) / CHUNK_TOKENS
 CONTEXT_TOKENS = 32_768
 RATE_RPS = 7.0  # about twice what the workers can take
 WARM_S = 20.0  # at a quarter of the rate, before: workers and frontends learn their times
@@ -85,13 +86,14 @@ def requests_for(trace: Sequence[TraceRequest], rate_rps: float, seconds: float,
     return requests
 
 
-def send(port: int, requests: list[Any], timeout_s: float) -> list[Outcome]:
+def send(port: int, requests: list[Any], into: Path, timeout_s: float) -> list[Outcome]:
     plan = {
         "host": "127.0.0.1",
         "port": port,
         "model": "sim",
         "block_tokens": BLOCK_TOKENS // SHORTER,
         "requests": requests,
+        "into": str(into),
     }
     command = [sys.executable, "-m", "benchmarks.overload_client"]
     done = subprocess.run(
@@ -99,12 +101,12 @@ def send(port: int, requests: list[Any], timeout_s: float) -> list[Outcome]:
     )
     if done.returncode:
         raise RuntimeError(f"the client failed: {done.stderr[-500:].decode(errors='replace')}")
-    return [Outcome(**outcome) for outcome in orjson.loads(done.stdout)["outcomes"]]
+    return [Outcome(**outcome) for outcome in orjson.loads(into.read_bytes())]
 
 
 def target_s(request: Any, outcome: Outcome) -> float:
     n_tokens: int = request["prompt_tokens"]
-    own_ms = (n_tokens - outcome.cached_tokens) * MS_PER_TOKEN
+    own_ms = (n_tokens - outcome.cached_tokens) * STEPPED_MS_PER_TOKEN
     return (TTFT_MS + max(TTFT_MS_PER_1K * n_tokens / 1e3, own_ms)) / 1e3
 
 
@@ -147,8 +149,8 @@ def slowdown(cluster: LocalCluster) -> float:
     """Of prefill steps against what the profile says. Above 1: the machine had no time for its workers."""
     sums = scrape_sums(cluster.url)
     tokens = sums["kvrelay_prompt_tokens_computed_total"]
-    expected_ms = tokens * (MS_PER_TOKEN + (STEP_MS + STEP_MS_PER_SEQUENCE) / CHUNK_TOKENS)
-    return round(sums["kvrelay_prefill_step_seconds_total"] * 1e3 / expected_ms, 3)
+    busy_ms = sums["kvrelay_prefill_step_seconds_total"] * 1e3
+    return round(busy_ms / (tokens * STEPPED_MS_PER_TOKEN), 3)
 
 
 def quantile(values: Sequence[float], percent: float) -> float:
@@ -165,7 +167,9 @@ def measure(traces: str | None, seconds: float, progress: Progress) -> dict[str,
         def run(mode: str, max_inflight: int) -> dict[str, Any]:
             cluster.serve(live_config(model, mode, max_inflight))
             requests = requests_for(trace, RATE_RPS, seconds, seed=1)
-            outcomes = send(cluster.port, requests, WARM_S + seconds + 120)
+            outcomes = send(
+                cluster.port, requests, cluster.directory / "outcomes.json", WARM_S + seconds + 120
+            )
             return {**summary(requests, outcomes, seconds), "worker_slowdown": slowdown(cluster)}
 
         progress.say(f"admission, {seconds:g} s")

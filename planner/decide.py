@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from planner.demand import Demand, demand
 from planner.observation import Decision, Observation, PoolSeen, VariantDecision, VariantSeen
-from planner.placement import current, occupied, place, share_budget
+from planner.placement import current, lendable, occupied, place, share_budget
 from planner.predict import forecast
 from planner.settings import Settings, VariantSettings
 from planner.sizing import Roles
@@ -78,6 +78,7 @@ def _placed(  # noqa: PLR0917 - all of one variant
         for name, pool in state.pools.items()
     }
     placed = place(roles, now, own, (caps["prefill"], caps["decode"]))
+    loan = lendable(placed.lent, roles, seen.pools)
     reason = wish.reason
     if roles != wish.roles:
         reason += f"; budget {settings.budget:g} allows {roles[0]}+{roles[1]}"
@@ -93,7 +94,7 @@ def _placed(  # noqa: PLR0917 - all of one variant
     decision = VariantDecision(
         prefill,
         decode,
-        lent=min(max(placed.lent, -prefill), decode),
+        lent=min(max(loan, -prefill), decode),
         reason=reason,
         wanted=wish.wanted,
         forecast_rps=None if wish.forecast is None else wish.forecast.rate,

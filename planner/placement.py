@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from planner.observation import PoolSeen
 from planner.settings import PoolLimits, VariantSettings
 
-__all__ = ["Placed", "current", "place", "share_budget"]
+__all__ = ["Placed", "current", "lendable", "occupied", "place", "share_budget"]
 
 AWAY_S = 1.0  # what a loan costs for being one: without need everybody is at home
 
@@ -42,6 +42,14 @@ def _pool(pools: Mapping[str, PoolSeen], name: str) -> PoolSeen:
 
 def _kept(pool: PoolSeen) -> int:
     return pool.ready + pool.lent + pool.starting
+
+
+def lendable(lent: int, roles: Roles, pools: Mapping[str, PoolSeen]) -> int:
+    """`lent`, or as near to it as leaves the role that gives with all that it needs *ready*."""
+    prefill, decode = _pool(pools, "prefill"), _pool(pools, "decode")
+    now = decode.lent - prefill.lent
+    spare = prefill.ready + decode.lent - roles[0], decode.ready + prefill.lent - roles[1]
+    return min(max(lent, now - max(spare[0], 0)), now + max(spare[1], 0))
 
 
 def occupied(pools: Mapping[str, PoolSeen], settings: VariantSettings) -> float:

@@ -1,12 +1,10 @@
-"""One log record a finished generation: logger `kvrelay.access`, a JSON object as its message."""
+"""One log record a finished generation: logger `kvrelay.access`, what happened as its fields."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
-
-import orjson
+from dataclasses import dataclass, fields
 
 from serving.responder import Response
 
@@ -58,6 +56,9 @@ class AccessRecord:
         self.duration_s = asyncio.get_running_loop().time() - self.started_at
 
 
+_LOGGED = [field.name for field in fields(AccessRecord) if field.name != "started_at"]
+
+
 def log_access(record: AccessRecord) -> None:
     if _log.isEnabledFor(logging.INFO):
-        _log.info("%s", orjson.dumps(record).decode())
+        _log.info("request", extra={"fields": {name: getattr(record, name) for name in _LOGGED}})

@@ -3,6 +3,7 @@
 kvrelay admin workers                     who is there, what it does, whether it is safe to remove
 kvrelay admin drain WORKER [--wait S]     no new requests; waits until it is safe to remove
 kvrelay admin undrain WORKER
+kvrelay admin remove WORKER               a drained one, for good: one replica less
 kvrelay admin weights MODEL main=90 canary=10
 kvrelay admin settings [KEY=VALUE ...]    shows, or changes, the live settings
 kvrelay admin planner [KEY=VALUE ...]     shows the planner, or changes mode, targets, budget
@@ -14,25 +15,18 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
+from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
+from serving.admin_tables import planner_summary, worker_state, workers_table
 from serving.errors import ConfigError, StartError
+from serving.link_key import read_key
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
-COLUMNS = (
-    ("worker", "worker"),
-    ("pool", "pool"),
-    ("role", "role"),
-    ("requests", "requests"),
-    ("leases", "leases"),
-    ("free_blocks", "free blocks"),
-    ("state", "state"),
-)
 
 
 def add_parser(commands: Any) -> None:
@@ -77,24 +71,7 @@ def add_parser(commands: Any) -> None:
 
 def _workers(options: argparse.Namespace) -> int:
     told = _ask(options, "GET", "/admin/workers")
-    if options.json:
-        return _print(told)
-    rows = [[heading for _, heading in COLUMNS]]
-    for worker in told["workers"]:
-        row = worker | {"state": _state(worker)}
-        rows.append([str(row.get(key, "?")) for key, _ in COLUMNS])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
-
-
-def _state(worker: dict[str, Any]) -> str:
-    if worker["safe_to_remove"]:
-        return "safe to remove"
-    if not worker["reported"]:
-        return "silent"
-    return "draining" if worker["draining"] or worker["ordered_to_drain"] else "serving"
+    return _print(told) if options.json else _say(workers_table(told))
 
 
 def _drain(options: argparse.Namespace) -> int:
@@ -112,7 +89,7 @@ def _drain(options: argparse.Namespace) -> int:
         _print(told)
     else:
         left = f"{told.get('requests', '?')} requests, {told.get('leases', '?')} leases"
-        print(f"{name}: {_state(told)}, {left}")
+        print(f"{name}: {worker_state(told)}, {left}")
     return 0 if told["safe_to_remove"] or not options.wait else 1
 
 
@@ -129,7 +106,7 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _weights(options: argparse.Namespace) -> int:
-    shares = {key: float(value) for key, value in _pairs(options.shares).items()}
+    shares = {key: _share(key, value) for key, value in _pairs(options.shares, "VARIANT=WEIGHT").items()}
     told = _ask(options, "PUT", f"/admin/weights/{quote(options.model)}", shares)
     if options.json:
         return _print(told)
@@ -146,7 +123,8 @@ def _settings(options: argparse.Namespace) -> int:
 
 def _planner(options: argparse.Namespace) -> int:
     changes = {key: _value(text) for key, text in _pairs(options.changes).items()}
-    return _print(_ask(options, "PATCH" if changes else "GET", "/planner", changes or None))
+    told = _ask(options, "PATCH" if changes else "GET", "/planner", changes or None)
+    return _print(told) if options.json else _say(planner_summary(told))
 
 
 def _full_name(options: argparse.Namespace) -> str:
@@ -161,11 +139,18 @@ def _full_name(options: argparse.Namespace) -> str:
     return str(fitting[0])
 
 
-def _pairs(texts: list[str]) -> dict[str, str]:
+def _pairs(texts: list[str], form: str = "KEY=VALUE") -> dict[str, str]:
     for text in texts:
         if "=" not in text:
-            raise ConfigError(f"{text!r}: give KEY=VALUE")
+            raise ConfigError(f"{text!r}: give {form}")
     return dict(text.split("=", 1) for text in texts)
+
+
+def _share(variant: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{variant} = {text!r}; allowed: a number, 0 or more") from None
 
 
 def _value(text: str) -> Any:
@@ -177,30 +162,35 @@ def _value(text: str) -> Any:
 
 
 def _ask(options: argparse.Namespace, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """Raises StartError with what went wrong in one line."""
-    try:
-        key = Path(options.key_file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--key-file {options.key_file}: {error.strerror}") from None
+    """Raises ConfigError for a wrong option, StartError for what went wrong; both in one line."""
+    if not options.url.startswith(("http://", "https://")):
+        raise ConfigError(f"--url {options.url}: allowed: http://HOST:PORT of a frontend, or https://")
+    key = read_key(options.key_file, "--key-file").decode("latin-1")
     data = None if body is None else json.dumps(body).encode()
     headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
-    request = Request(options.url.rstrip("/") + path, data=data, headers=headers, method=method)
     try:
+        request = Request(options.url.rstrip("/") + path, data=data, headers=headers, method=method)
         with urlopen(request, timeout=TIMEOUT_S) as response:
             told = json.load(response)
     except HTTPError as error:
-        raise StartError(f"{options.url}: {error.code}, {_reason(error)}") from None
-    except (URLError, TimeoutError, ValueError) as error:
+        raise StartError(f"{options.url}: {_reason(error, options)}") from None
+    except (URLError, OSError, HTTPException, ValueError) as error:
         raise StartError(f"{options.url} does not answer: {getattr(error, 'reason', error)}") from None
-    assert isinstance(told, dict)
+    if not isinstance(told, dict):
+        raise StartError(f"{options.url} is no KVRelay: it answered {json.dumps(told)[:80]}")
     return told
 
 
-def _reason(error: HTTPError) -> str:
+def _reason(error: HTTPError, options: argparse.Namespace) -> str:
     try:
-        return str(json.load(error)["error"]["message"])
+        said = str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return error.reason
+        return f"{error.code}, {error.reason}"
+    if error.code == 401:
+        return f"the key in {options.key_file} is not the one that security.admin_key_file names there"
+    if said == "there is nothing at this path":  # no route has this answer but when there are no routes
+        return "it has no admin routes: its configuration names no security.admin_key_file"
+    return f"{error.code}, {said}"
 
 
 def _print(told: dict[str, Any]) -> int:

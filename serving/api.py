@@ -77,7 +77,8 @@ class Api:
         """`keep_alive_s`: a stream that is quiet this long gets a comment; `on_end`: once a generation.
 
         `debug`: path -> what its GET shows as JSON, to whoever has the admin key; without a key no such
-        path; likewise `admin`, which answers the operator's routes. `id_is_echoed`: the server gives every request an `x-request-id` and repeats it in the answer.
+        path; likewise `admin`, which answers the operator's routes. `id_is_echoed`: the server gives every
+        request an `x-request-id` and repeats it in the answer.
         """
         self._models = models
         self._generator = generator

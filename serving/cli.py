@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -199,7 +200,7 @@ def _env(options: argparse.Namespace) -> int:
     plan = read_plan(find_config(options.config))
     longest_s = plan.longest_request_s
     for name, value in {**node_environment(longest_s), **network_environment(longest_s)}.items():
-        print(f"export {name}={value}")
+        print(f"export {name}={shlex.quote(value)}")
     return 0
 
 

@@ -128,7 +128,7 @@ class PromptRange(Section, frozen=True):
 
 
 class Requires(Section, frozen=True):
-    """What a worker must find where it starts; anything else is refused in one line (serving/provenance.py)."""
+    """What a worker must find where it starts; else it is refused in one line (serving/provenance.py)."""
 
     gpu: str | None = None  # a name of serving/gpu_catalog.py, or a part of the driver's name for the card
     quantization: str | None = None  # of the weights: FP8, W4A16_AWQ, ..., NO_QUANT
@@ -299,7 +299,8 @@ def _check_relations(config: AppConfig) -> None:
             longest = variant.prompt_tokens.max
             if longest is not None and variant.prompt_tokens.min > longest:
                 raise ConfigError(
-                    f"{at}.prompt_tokens.min = {variant.prompt_tokens.min}; allowed: at most max ({longest})"
+                    f"{at}.prompt_tokens.min = {variant.prompt_tokens.min}; "
+                    f"allowed: at most max ({longest})"
                 )
             engine = variant.engine
             if engine.kind == "sim" and engine.profile is None:

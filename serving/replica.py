@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import ray
 from ray import serve
@@ -16,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 
 from serving import registry
 from serving.config import LinkConfig
+from serving.json_lines import JsonLines
 from serving.link import Identity
 from serving.registry import Members
 
@@ -74,25 +74,7 @@ def log_to_stderr() -> None:
     logger = logging.getLogger("kvrelay")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.__stderr__)
-        handler.setFormatter(_JsonLines())
+        handler.setFormatter(JsonLines())
         logger.addHandler(handler)
         logger.propagate = False
         logger.setLevel(logging.INFO)
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line; `extra={"fields": {...}}` adds fields."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        import orjson
-
-        line: dict[str, Any] = {
-            "time": round(record.created, 3),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
-        line.update(getattr(record, "fields", {}))
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()

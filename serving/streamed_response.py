@@ -112,7 +112,9 @@ class StreamedChoice(Choice):
         self.ended = True
         self.reason = reason
         tail_chunk = self._writer.text(tail) if tail else b""
-        self.response.choice_ended(self._start() + tail_chunk + self._writer.finish(reason, self.redrawn_from))
+        self.response.choice_ended(
+            self._start() + tail_chunk + self._writer.finish(reason, self.redrawn_from)
+        )
 
     def _start(self) -> bytes:
         if self._started:

@@ -38,6 +38,8 @@ from serving.kv.block_pool import BlockPool
 
 log = logging.getLogger(__name__)
 
+# Of a runner that says nothing else; serving.engine.factory tells frontends the same.
+CAPABILITIES = Capabilities(migrate_kv=True)
 LOST_STEPS = 3  # in a row that none of several requests survived: it is the engine, not what it was asked
 
 
@@ -61,7 +63,7 @@ class EngineCore:
         order: Order = Order.DEADLINE,  # of prompts: see PrefillOrder
         vocab_size: int | None = None,  # of a runner that a token beyond it would break
     ) -> None:
-        self.capabilities = capabilities or Capabilities(migrate_kv=True)
+        self.capabilities = capabilities or CAPABILITIES
         self.counters = counters or Counters()
         self.memory = runner.memory
         self.layout = runner.layout

@@ -25,7 +25,9 @@ def engine_capabilities(variant: Variant) -> Capabilities:
         from serving.engine.trtllm.capabilities import capabilities_of
 
         return capabilities_of(variant.engine.trtllm)
-    return Capabilities()
+    from serving.engine.core import CAPABILITIES as OF_THE_CORE
+
+    return OF_THE_CORE
 
 
 def engine_context(variant: Variant) -> int | None:

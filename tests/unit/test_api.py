@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 from typing import Any
 
@@ -708,7 +707,7 @@ async def test_one_access_record_a_generation(caplog: pytest.LogCaptureFixture) 
     body = {"model": "tiny", "prompt": "one two", "stream": True}
     await client.send("POST", "/v1/completions", body, headers)
     await client.send("POST", "/v1/completions", {**body, "model": "nobody"}, headers)
-    good, bad = [json.loads(r.getMessage()) for r in caplog.records if r.name == "kvrelay.access"]
+    good, bad = [r.__dict__["fields"] for r in caplog.records if r.name == "kvrelay.access"]
     assert good["request_id"] == bad["request_id"] == "r1"
     assert (good["status"], good["finish"], good["error"]) == (200, "stop", None)
     assert good["prompt_tokens"] == len(ids("one two"))

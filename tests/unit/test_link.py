@@ -11,7 +11,7 @@ import pytest
 from serving import link as link_module
 from serving.errors import HandshakeRefused, LinkError
 from serving.link import Identity, Link, LinkServer, dial
-from serving.wire import AnyMessage, Beat, Cancel, Draining, Hello, Submit, decode, encode
+from serving.wire import AnyMessage, Beat, Cancel, Draining, Hello, decode, encode
 
 KEY = b"k" * 32
 

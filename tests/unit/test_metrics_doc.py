@@ -9,10 +9,8 @@ from pathlib import Path
 from kvrouter.events import EventCounters
 from serving.metrics import Registry
 from serving.planner_host import PlannerHost
-from serving.planner_host import PlannerHost
 from tests.unit.app_rig import App, prompt
 from tests.unit.test_application import scrape, total
-from tests.unit.test_planner_host import FakeServe
 from tests.unit.test_planner_host import FakeServe
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -23,7 +21,8 @@ KIND = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 def registered(*registries: Registry) -> set[tuple[str, str, tuple[str, ...]]]:
     """(name, type, its own labels) of every metric."""
     found = set()
-    for registry in [*registries, *(part for registry in registries for part in registry._parts)]:
+    parts = [part for registry in registries for part in registry._parts]
+    for registry in (*registries, *parts):
         for metric in registry._metrics:
             name = metric.name + ("_total" if metric.type == "counter" else "")
             found.add((name, metric.type, getattr(metric, "_label_names", ())))

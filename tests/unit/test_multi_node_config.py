@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,8 @@ def test_a_silent_node_is_found_within_ten_seconds_and_not_within_five() -> None
 
 def test_env_prints_both_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "multi-node"]) == 0
-    printed = dict(
-        line.removeprefix("export ").split("=", 1) for line in capsys.readouterr().out.splitlines()
-    )
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    printed = dict(assignment.split("=", 1) for export, assignment in lines if export == "export")
     assert printed == {**node_environment(600), **network_environment(600)}
 
 

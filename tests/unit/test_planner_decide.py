@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from planner.decide import decide
 from planner.observation import Decision, Observation, PoolSeen, from_json, to_json
+from planner.placement import lendable
 from planner.settings import PoolLimits, Settings
 from planner.state import State
 from serving.errors import ConfigError
@@ -112,6 +113,24 @@ def test_flips_before_new_workers() -> None:
     service.run(600)
     assert max(d.variants[NAME].lent for d in service.decisions) > 0
     assert max(sum(target) for target in service.targets[120:]) <= total
+
+
+@pytest.mark.parametrize(
+    ("lent", "prefill", "decode", "allowed"),
+    [
+        pytest.param(
+            -1, PoolSeen(ready=1, starting=1), PoolSeen(ready=5), 0, id="the only ready one stays"
+        ),
+        pytest.param(-1, PoolSeen(ready=2), PoolSeen(ready=5), -1, id="a spare one goes"),
+        pytest.param(2, PoolSeen(ready=1), PoolSeen(ready=5, lent=1), 1, id="decode has just enough"),
+        pytest.param(0, PoolSeen(ready=1), PoolSeen(ready=5, lent=1), 0, id="coming home"),
+    ],
+)
+def test_only_what_is_ready_and_spare_is_lent(
+    lent: int, prefill: PoolSeen, decode: PoolSeen, allowed: int
+) -> None:
+    roles = (1, 5)
+    assert lendable(lent, roles, {"prefill": prefill, "decode": decode}) == allowed
 
 
 def test_without_flips_nobody_is_lent() -> None:
