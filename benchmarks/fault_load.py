@@ -55,7 +55,7 @@ class Load:
         self.heard = Heard()
         self.name = name
         self._app = app
-        self._asks = asks
+        self.asks = asks
         self._reconnect = reconnect
         self._slots: list[Exchange | None] = [None] * len(asks)
         self._easing = asyncio.Event()
@@ -67,7 +67,7 @@ class Load:
     async def start(self, *, tokens: int) -> None:
         """Returns once every slot's stream has brought about `tokens` tokens."""
         spawn = asyncio.get_running_loop().create_task
-        self._keeping = [spawn(self._keep(index)) for index in range(len(self._asks))]
+        self._keeping = [spawn(self._keep(index)) for index in range(len(self.asks))]
         self._probing.append(spawn(self._probe()))
         async with asyncio.timeout(STREAM_S):
             while not all(live is not None and live.n_events >= tokens for live in self._slots):
@@ -114,13 +114,13 @@ class Load:
         return heard
 
     async def _keep(self, index: int) -> None:
-        await asyncio.sleep(RAMP_S * index / len(self._asks))
+        await asyncio.sleep(RAMP_S * index / len(self.asks))
         for turn in range(1_000_000):
-            self._slots[index] = live = await self._send(self._asks[index], f"{index}-{turn}")
+            self._slots[index] = live = await self._send(self.asks[index], f"{index}-{turn}")
             await ended(live)
             if self._reconnect and not live.answer().whole:
                 self.heard.reconnects += 1
-                live = await self._send(self._asks[index], f"{index}-{turn}-again")
+                live = await self._send(self.asks[index], f"{index}-{turn}-again")
                 await ended(live)
             self.heard.streams.append(live)
             if self._easing.is_set():

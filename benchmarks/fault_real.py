@@ -19,6 +19,9 @@ WEIGHTS = "smollm2-135m"
 STREAM_TOKENS = 120
 ROUNDS = 3
 WHO = ("farmer", "sailor", "teacher", "painter", "doctor", "gardener")
+# None: greedy. With these no draw falls so near a border between two tokens that rounding decides (one draw
+# in ten thousand does: seed 3 has one, and two undisturbed runs differ from there on).
+SEEDS = (None, 1, None, 13, None, 5)
 STORY = (
     "Once upon a time there was a {who} who lived in a small house by the sea. Every morning the {who} "
     "went out to see what the night had left on the beach, and every evening there was a story to tell. "
@@ -44,13 +47,13 @@ def real_setup(dtype: str) -> Setup:
 
 def real_asks() -> list[Ask]:
     """Greedy and seeded in turn. Plain English: after random tokens the model is so undecided that the last
-    bit of a sum, which depends on who else is in the batch, decides."""
+    bits of a sum, which depend on who else is in the batch, decide."""
     tokenizer = Tokenizer.from_file(resolve_weights(WEIGHTS) / "tokenizer.json")
     asks = []
     for n, who in enumerate(WHO):
         text = STORY.format(who=who) * REPEATS + f"The story of the {who}:"
         prompt = tuple(tokenizer.encode(text, add_special_tokens=True))
-        asks.append(Ask(prompt, STREAM_TOKENS, seed=n if n % 2 else None, named_tokens=True))
+        asks.append(Ask(prompt, STREAM_TOKENS, seed=SEEDS[n], named_tokens=True))
     return asks
 
 

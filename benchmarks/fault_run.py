@@ -79,13 +79,7 @@ def _row(heard: Heard, scene: Scene, reference: Reference) -> dict[str, Any]:
     reference.learn([answer.ask for answer in late])
     row = Row()
     row.add(judge(answer, reference.answer(answer.ask)) for answer in streams)
-    beside = Row()
-    beside.add(judge(answer, reference.answer(answer.ask)) for answer in late)
-    row.streams += beside.streams
-    row.completed += beside.completed
-    row.lost += beside.lost
-    row.repeated += beside.repeated
-    row.wrong_usage += beside.wrong_usage
+    row.add((judge(answer, reference.answer(answer.ask)) for answer in late), gaps=False)
     probes = [probe.answer() for probe in heard.probes]
     wrong = [answer for answer in probes if failed(answer)]
     row.other_errors = len(wrong)

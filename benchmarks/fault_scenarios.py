@@ -57,8 +57,12 @@ class Scene:
     async def long_prompts(self) -> None:
         """Start some that will be computing, then on their way, for a while."""
         numbers, length = random.Random(self.load.name), self.app.setup.long_prompt_tokens
+        if self.app.setup.engine is None:
+            prompts = [random_prompt(numbers, length) for _ in range(LONG_PROMPTS)]
+        else:  # what a model goes on with should not hang on a rounding error
+            prompts = [(ask.prompt * length)[:length] for ask in self.load.asks[:LONG_PROMPTS]]
         named = self.app.setup.engine is not None
-        asks = [Ask(random_prompt(numbers, length), 60, named_tokens=named) for _ in range(LONG_PROMPTS)]
+        asks = [Ask(prompt, 60, named_tokens=named) for prompt in prompts]
         await self.load.late(asks)
 
     async def seen(self, what: str, look: Callable[[], str | None]) -> str:

@@ -87,11 +87,13 @@ class Row:
     other_errors: int = 0
     leaked_blocks: int = 0
 
-    def add(self, verdicts: Iterable[Verdict]) -> None:
+    def add(self, verdicts: Iterable[Verdict], *, gaps: bool = True) -> None:
+        """`gaps` False: of streams whose gaps are reported elsewhere."""
         for verdict in verdicts:
             self.streams += 1
             self.completed += verdict.completed
             self.lost += verdict.lost
             self.repeated += verdict.repeated
             self.wrong_usage += verdict.wrong_usage
-            self.max_gap_ms = max(self.max_gap_ms, round(verdict.gap_ms, 1))
+            if gaps:
+                self.max_gap_ms = max(self.max_gap_ms, round(verdict.gap_ms, 1))

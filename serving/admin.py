@@ -6,6 +6,7 @@ planner adds verbs of its own (`Admin.add`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from serving.control_host import ControlHost
 
 Verb = Callable[[dict[str, Any]], dict[str, Any]]  # raises KVRelayError
+
+log = logging.getLogger("kvrelay.control")
 
 FRESH_S = 3.0  # a report older than this says nothing of whether a worker is safe to remove
 
@@ -47,6 +50,9 @@ class Admin:
             return InvalidRequest.status, error_body(InvalidRequest(error.message))
         except KVRelayError as error:
             return error.status, error_body(error)
+        except Exception:  # must not cost the link that the question came on
+            log.exception("%s failed", verb)
+            return KVRelayError.status, error_body(KVRelayError(f"{verb} failed; Control's log says why"))
 
     # ------------------------------------------------------------ workers
 

@@ -32,7 +32,7 @@ from math import exp, log
 from kvrouter.deadline import SLACK_MS
 from kvrouter.load import WorkerLoad
 from kvrouter.router import Choice
-from serving.config import AdmissionConfig, Slo
+from serving.config import AdmissionConfig, Slo, SloTargets
 from serving.fair_shares import FairShares
 from serving.length_lanes import LengthLanes
 
@@ -63,6 +63,7 @@ class Ask:
     priority: int = 0  # higher goes first
     tenant: str | None = None
     timeout_ms: float | None = None  # the client's own limit for the whole answer
+    slo: SloTargets | None = None  # of its class; None: the model's
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +142,7 @@ class Admission:
         own_ms = self._own_ms(ask, choice)
         due_s = load.due_s(own_ms, now_s)
         lane = self.lengths.lane(own_ms)
-        slo = self._slo
+        slo = ask.slo or self._slo
         room_ms = slo.ttft_ms + max(slo.ttft_ms_per_1k_tokens * ask.prompt_tokens / 1e3 - own_ms, 0.0)
         if ask.timeout_ms is not None:
             room_ms = max(min(room_ms, ask.timeout_ms - own_ms), 0.0)
@@ -206,7 +207,7 @@ class Admission:
         lacks = []
         if step.linear.evidence >= FEWEST_SAMPLES:
             alone_ms = step.ms(1, needs * size)
-            target_ms = self._slo.itl_ms * self._config.slack
+            target_ms = (ask.slo or self._slo).itl_ms * self._config.slack
             allowed_ms = part * (target_ms - alone_ms)
             others_ms = step.ms(batch + 1, (held + needs) * size) - alone_ms
             if 0 < allowed_ms < left * others_ms:

@@ -80,7 +80,9 @@ def _verdict(checked: Checked) -> str:
 def _totals(plan: Plan) -> str:
     cpus = sum(pool.replicas * pool.cpus for _, pool in plan.pools())
     gpus = sum(pool.replicas * pool.gpus for _, pool in plan.pools())
-    return f"models: {', '.join(plan.model_names) or 'none'}; {cpus:g} CPUs, {gpus:g} GPUs"
+    return (
+        f"models: {', '.join(plan.model_names) or 'none'}; {cpus:g} CPUs, {gpus:g} GPU{'s' * (gpus != 1)}"
+    )
 
 
 def _values(checked: Checked) -> dict[str, object]:

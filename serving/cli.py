@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,13 +60,15 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "config", nargs="?", default="quickstart", help="a file, or a shipped name (%(default)s)"
     )
-    serve.add_argument("--port", type=int, help="HTTP port; default: the configuration's")
+    serve.add_argument(
+        "--port", type=_number(int, 1, 65535), help="HTTP port; default: the configuration's"
+    )
     serve.add_argument("--host", help="interface to listen on; default: the configuration's")
     serve.add_argument("--cpus", type=float, help="CPUs the pools may use; default: this machine's")
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser("check", help="validate a configuration, start nothing")
-    check.add_argument("config", nargs="+")
+    check.add_argument("config", nargs="+", help="files, or shipped names")
     _add_sizing(check)
     check.set_defaults(run=_check)
 
@@ -93,14 +95,16 @@ def _parser() -> argparse.ArgumentParser:
     capacity.set_defaults(run=_capacity)
 
     env = commands.add_parser("env", help="print what to export before `ray start` on each node")
-    env.add_argument("config", nargs="?", default="quickstart")
+    env.add_argument(
+        "config", nargs="?", default="quickstart", help="a file, or a shipped name (%(default)s)"
+    )
     env.set_defaults(run=_env)
 
     models = commands.add_parser("models", help="list the model names that `weights` knows")
     models.set_defaults(run=_models)
 
     prepare = commands.add_parser("prepare", help="make a model's files ready on this machine")
-    prepare.add_argument("name")
+    prepare.add_argument("name", help="one that `kvrelay models` lists, or a directory")
     prepare.set_defaults(run=_prepare)
 
     admin_command.add_parser(commands)
@@ -122,17 +126,18 @@ def _add_sizing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
-def _number(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
-    """An argparse type: a number of at least `least`."""
+def _number(kind: type[int] | type[float], least: int, most: int | None = None) -> Callable[[str], float]:
+    """An argparse type: a number from `least` up to `most`."""
 
     def parse(text: str) -> float:
         try:
             value = kind(text)
         except ValueError:
             value = least - 1
-        if not value >= least:
+        if not value >= least or (most is not None and value > most):
             what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {what}, {least} or more")
+            allowed = f", {least} or more" if most is None else f" from {least} to {most}"
+            raise argparse.ArgumentTypeError(f"{text!r}; allowed: {what}{allowed}")
         return value
 
     return parse
@@ -148,6 +153,7 @@ def _serve(options: argparse.Namespace) -> int:
     cpus = available_cpus() if options.cpus is None else options.cpus
     preflight.check_resources(plan, cpus)
     preflight.check_port(host, port)
+    preflight.check_files(plan)
     preflight.prepare_weights(plan)
     return serve(
         plan, host=host, port=port, cpus=cpus, ready=lambda url: print(_ready(plan, url), flush=True)

@@ -37,11 +37,17 @@ class SloTargets(Section, frozen=True):
     percentile: Annotated[float, Meta(gt=0, lt=100)] = 95
 
 
+class SloClass(SloTargets, frozen=True):
+    """What a request gets that names the class as its `service_tier`. `priority`: higher goes first."""
+
+    priority: Annotated[int, Meta(ge=-8, le=8)] = 0
+
+
 class Slo(SloTargets, frozen=True):
     """Of one model. `classes`: targets of their own for priority classes, by name; what a class leaves out
     has the usual default, not the model's value."""
 
-    classes: dict[str, SloTargets] = msgspec.field(default_factory=dict)
+    classes: dict[str, SloClass] = msgspec.field(default_factory=dict)
 
 
 class SimProfile(Section, frozen=True):

@@ -17,6 +17,7 @@ from serving.errors import ConfigError
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>[^`]+)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>[^`]+)`")
 _AT = re.compile(r" - at (?:`key` in )?`\$(?P<path>[^`]*)`$")
+_PLAIN = re.compile(r"[A-Za-z0-9_-]+")  # keys that may stand in a path as they are
 _STEP = re.compile(r"\[(?P<index>\d+|\.\.\.)\]|(?P<key>[^.\[\]]+)")
 
 
@@ -24,7 +25,7 @@ def explain(error: msgspec.ValidationError, args: Any, root: type[Struct]) -> Co
     """The ConfigError for what `msgspec.convert(args, root)` raised."""
     text = str(error)
     found = _AT.search(text)
-    path = found["path"].lstrip(".") if found else ""
+    path = _named(found["path"].lstrip("."), args, root) if found else ""
     what = _AT.sub("", text)
     prefix = f"{path}." if path else ""
     kind = _type_at(root, path)
@@ -55,6 +56,26 @@ def _steps(path: str) -> list[str | int]:
     ]
 
 
+def _named(path: str, args: Any, root: type[Struct]) -> str:
+    """`path` with each `[...]` as the key whose value is wrong, so that a person finds it."""
+    while "[...]" in path:
+        before, after = path.split("[...]", 1)
+        mapping, kind = _value_at(args, before), _type_at(root, f"{before}[...]")
+        wrong = [key for key, value in mapping.items() if not _converts(value, kind)] if kind else []
+        if not wrong or not isinstance(wrong[0], str) or not _PLAIN.fullmatch(wrong[0]):
+            return path
+        path = f"{before}.{wrong[0]}{after}"
+    return path
+
+
+def _converts(value: Any, kind: Any) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
 def _value_at(args: Any, path: str) -> Any:
     for step in _steps(path):
         try:
@@ -76,9 +97,8 @@ def _type_at(root: type[Struct], path: str) -> Any:
         if isinstance(step, int):
             kind = next((a for a in _arms(kind) if typing.get_origin(a) is list), None)
             kind = typing.get_args(kind)[0] if kind is not None else None
-        elif step == "...":
-            kind = next((a for a in _arms(kind) if typing.get_origin(a) is dict), None)
-            kind = typing.get_args(kind)[1] if kind is not None else None
+        elif (mapping := next((a for a in _arms(kind) if typing.get_origin(a) is dict), None)) is not None:
+            kind = typing.get_args(mapping)[1]
         else:
             hints: Mapping[str, Any] = {}
             for section in _sections(kind):

@@ -70,7 +70,9 @@ Rule = Callable[[Subject], Iterator[Finding]]
 
 def review(plan: Plan, options: Options) -> list[Finding]:
     """All findings, worst first, else in the order of the file."""
-    found: list[Finding] = []
+    from serving.review_serving import serving_findings
+
+    found = list(serving_findings(plan))
     for application in plan.applications:
         found += _deadlines(application.deadlines)
         for model in application.models:

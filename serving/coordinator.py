@@ -120,14 +120,14 @@ class Coordinator:
         try:
             choice = self._placer.place(run, now)
         except NoWorker:
-            self._demand.arrived(len(request.prompt), len(request.prompt), None, now)
+            self._demand.arrived(len(request.prompt), len(request.prompt), request.slo_class, now)
             self._metrics.rejects.inc(labels=("no_worker",))
             raise
         except Refused as refused:
-            self._demand.arrived(len(request.prompt), refused.uncached_tokens, None, now)
+            self._demand.arrived(len(request.prompt), refused.uncached_tokens, request.slo_class, now)
             raise
         n_prompt = len(request.prompt)
-        self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), None, now)
+        self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), request.slo_class, now)
         self._live[run] = None
         self._budget.earn()
         self._metrics.prompt_tokens.observe(len(request.prompt))

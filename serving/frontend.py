@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ class Frontend:
                 context_tokens=limit,
                 capabilities=engine_capabilities(variant),
             )
+            served[model.name] = replace(served[model.name], classes=model.slo.classes)
             for adapter in sorted(variant.engine.trtllm.lora):
                 with_adapter = served[model.name].with_adapter(adapter)
                 served[with_adapter.name] = with_adapter

@@ -68,6 +68,7 @@ class Gate:
     ) -> None:
         """`load_of`, `loads`: the router's view of one worker, and of all."""
         self._admission = Admission(slo, config, load_of)
+        self._classes = slo.classes
         self._loads = loads
         self._metrics = metrics
         metrics.watch_lanes(self._queued)
@@ -82,6 +83,7 @@ class Gate:
             request.priority,
             request.tenant,
             request.timeout_ms,
+            self._classes.get(request.slo_class or ""),
         )
         verdict = self._admission.decide(ask, choice, now_s)
         self._metrics.predicted_wait.observe(verdict.wait_ms / 1e3)

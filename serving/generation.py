@@ -28,6 +28,7 @@ class GenerationRequest:
     priority: int = 0
     tenant: str | None = None  # the name of its API key, where keys are configured
     adapter: str | None = None  # a LoRA, by the name it is configured under
+    slo_class: str | None = None  # of the model's `slo.classes`
 
 
 @dataclass(slots=True)

@@ -123,6 +123,7 @@ def _piece(
     if body.max_tokens == 0:  # echo only
         check_prompt_fits(len(prompt), model.context_tokens, param=prompt_field(body))
         return Piece(len(prompt), None, echo)
+    slo_class = _slo_class(body.service_tier, model)
     request = GenerationRequest(
         request_id=head.request_id,
         model=model.base or model.name,
@@ -132,6 +133,8 @@ def _piece(
         session=head.session,
         timeout_ms=head.timeout_ms,
         adapter=model.adapter,
+        slo_class=slo_class,
+        priority=0 if slo_class is None else model.classes[slo_class].priority,
         tenant=head.tenant.name if head.tenant is not None else None,
     )
     hidden = frozenset(request.params.stop_token_ids)
@@ -145,3 +148,13 @@ def _length(content: str | list[TextPart] | None) -> int:
     if isinstance(content, str):
         return len(content)
     return sum(len(part.text or "") for part in content or ())
+
+
+def _slo_class(tier: str | None, model: ServedModel) -> str | None:
+    """Where no classes are configured any tier is taken for none, as OpenAI's clients may send theirs."""
+    if tier in {None, "auto", "default"} or not model.classes:
+        return None
+    if tier not in model.classes:
+        allowed = ", ".join(("auto", "default", *sorted(model.classes)))
+        raise InvalidRequest(f"service_tier = {tier!r}; allowed: {allowed}", param="service_tier")
+    return tier

@@ -138,6 +138,11 @@ class Link(asyncio.Protocol):
         return f"{self.peer.kind} {self.peer.ident}" if self.peer else "an unknown peer"
 
     @property
+    def silent_s(self) -> float:
+        """Since the peer was last heard; it beats every `BEAT_S`."""
+        return asyncio.get_running_loop().time() - self._heard_s
+
+    @property
     def wire_version(self) -> int:
         """The newest version that both ends speak."""
         return (

@@ -62,6 +62,7 @@ class SamplingBody(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None  # a class of the model's `slo`
 
     # What the answer is bound to: serving/guided.py.
     response_format: Any = None

@@ -36,7 +36,7 @@ from serving.deployment_name import FRONTEND, deployment_name
 from serving.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from serving.live_settings import LivePlanner
 from serving.planner_metrics import PlannerMetrics
-from serving.planner_settings import budget_of, planner_settings
+from serving.planner_settings import budget_of, budget_unit, planner_settings
 
 log = logging.getLogger("kvrelay.planner")
 
@@ -126,10 +126,13 @@ class PlannerHost:
     def _change(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Merge into the live settings; `targets` by model. All or nothing."""
         now = self._control.settings["planner"]
-        targets = dict(now["targets"])
-        for model, changes in dict(arguments.get("targets") or {}).items():
-            if model not in {name for name, _ in self._variants}:
-                raise NotFound(f"targets: there is no model {model!r}")
+        targets, wished = dict(now["targets"]), arguments.get("targets") or {}
+        if not isinstance(wished, dict) or not all(isinstance(c, dict) for c in wished.values()):
+            raise InvalidRequest('targets: give them by model, as in {"chat": {"ttft_ms": 500}}')
+        known = sorted({name for name, _ in self._variants})
+        for model, changes in wished.items():
+            if model not in known:
+                raise NotFound(f"targets: there is no model {model!r}; there are: {', '.join(known)}")
             targets[model] = {**targets.get(model, {}), **changes}
         changed = {**now, **arguments, "targets": targets}
         self._control.change_settings({"planner": changed}, check=self._check)
@@ -363,6 +366,7 @@ class PlannerHost:
             "mode": self.mode,
             "trouble": self._trouble,
             "budget": budget_of(self._config, self.live),
+            "budget_unit": budget_unit(self._config),
             "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
             # Seconds from an order to a ready worker, the slowest of the last few; by variant, once seen.
             "startup_s": {"/".join(key): round(max(s), 2) for key, s in self._startups.items() if s},

@@ -52,6 +52,10 @@ def budget_of(config: AppConfig, live: LivePlanner) -> float:
     return sum(pool.max_replicas * _cost(config, pool) for pool in _pools(config))
 
 
+def budget_unit(config: AppConfig) -> str:
+    return "GPUs" if _on_gpus(config) else "CPUs"
+
+
 def _targets(slo: SloTargets, changed: Mapping[str, float | None]) -> Targets:
     names = ("ttft_ms", "ttft_ms_per_1k_tokens", "itl_ms", "percentile")
     values = {name: getattr(slo, name) for name in names}

@@ -5,6 +5,7 @@ Every check raises ConfigError or StartError with one line; none changes anythin
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from serving.config import AppConfig, PoolConfig, load_config
 from serving.errors import ConfigError, StartError
 from serving.local.environment import owner_of
 from serving.local.ports import is_free
+from serving.serve_keys import check_keys
 
 IMPORT_PATH = "serving.app:build"
 DEFAULT_REQUEST_S = 600.0
@@ -103,6 +105,10 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(
             f"{path}: a configuration of `serve run` has a list `applications`; this has none"
         )
+    try:
+        check_keys(document)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
     applications = []
     for index, application in enumerate(document["applications"]):
         if not isinstance(application, dict) or not isinstance(application.get("import_path"), str):
@@ -129,12 +135,19 @@ def _check_http(plan: Plan) -> None:
 
 
 def check_port(host: str, port: int) -> None:
+    try:
+        socket.getaddrinfo(host, port)
+    except OSError:
+        raise ConfigError(
+            f"host {host!r}: no such address; choose one of this machine with --host"
+        ) from None
     if is_free(port, "" if host == "0.0.0.0" else host):
         return
     holder = _listener(port)
     if holder is None:
         raise StartError(
-            f"port {port} of {host} cannot be used: it is taken or not ours; choose one with --port"
+            f"port {port} of {host} cannot be used: it is taken, or {host} is not this machine's; "
+            "choose others with --port, --host"
         )
     owner = owner_of(holder.pid)
     if owner is not None:
@@ -153,6 +166,25 @@ def _listener(port: int) -> psutil.Process | None:
             if listens and connection.pid is not None:
                 return psutil.Process(connection.pid)
     return None
+
+
+def check_files(plan: Plan) -> None:
+    """What workers and frontends would only find out when they start: keys and profiles that are not there."""
+    from serving.api_keys import ApiKeys
+    from serving.link_key import read_key
+
+    for application in plan.applications:
+        security = application.security
+        if security.admin_key_file is not None:
+            read_key(security.admin_key_file, "security.admin_key_file")
+        if security.api_keys_file is not None:
+            ApiKeys(security.api_keys_file)
+        if application.link.key_file is not None:
+            read_key(application.link.key_file, "link.key_file")
+        if any(variant.times for model in application.models for variant in model.variants):
+            from planner.timing_profile import load_profiles
+
+            load_profiles(application)
 
 
 def check_resources(plan: Plan, cpus: float) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from serving.chat import ChatTemplate
+from serving.config import SloClass
 from serving.detokenize import Vocabulary
 from serving.engine.base import Capabilities
 from serving.errors import StartError
@@ -39,6 +41,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds
     base: str | None = None
     adapter: str | None = None
+    classes: Mapping[str, SloClass] = field(default_factory=dict)  # what `service_tier` may name
 
     def with_adapter(self, adapter: str) -> ServedModel:
         """The same with a LoRA, as clients ask for it: `model:adapter`. No model's name has a colon."""

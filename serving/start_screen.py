@@ -32,7 +32,8 @@ class StartScreen:
 
     def say(self, stage: str) -> None:
         if self._spinner is not None:
-            self._spinner.update(stage)
+            room = self._spinner.console.width - 2  # of the spinner itself
+            self._spinner.update(stage if len(stage) <= room else f"{stage[: room - 3]}...")
         elif stage != self._last:
             print(f"[{time.monotonic() - self._started:5.1f} s] {stage}", file=sys.stderr, flush=True)
         self._last = stage

@@ -35,6 +35,7 @@ from serving.wire import (
 log = logging.getLogger("kvrelay.frontend")
 
 EMPTY_LIST_S = 10.0  # an empty membership is believed only after this long, while links live
+SUSPECT_S = 1.0  # two beats: nothing new for a worker that may be about to be lost
 
 
 @dataclass(slots=True)
@@ -49,6 +50,7 @@ class _Worker:
     kept: KeptLink | None = None
     member: bool = True
     draining: bool = False  # it asked for no more requests
+    suspect: bool = False  # it missed its beats
     hung: bool = False  # linked or not, it gets nothing until its engine moves
     step: int = 0
     step_s: float = 0.0  # when the step counter last moved, or work last was not runnable
@@ -146,7 +148,7 @@ class VariantLinks:
     def _show(self, worker: _Worker) -> None:
         """Tell the router what `worker` is by now."""
         if worker.ident in self._entries:
-            worker.view = replace(worker.view, draining=worker.leaving)
+            worker.view = replace(worker.view, draining=worker.leaving or worker.suspect)
             self._router.add_worker(worker.view)
 
     def _empty(self, worker: _Worker) -> bool:
@@ -284,6 +286,9 @@ class VariantLinks:
             link = worker.kept.link if worker.kept is not None else None
             if link is None:
                 continue
+            if (link.silent_s > SUSPECT_S) is not worker.suspect:
+                worker.suspect = not worker.suspect
+                self._show(worker)
             beat = link.peer_beat
             if beat is None:
                 continue

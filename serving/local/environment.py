@@ -88,7 +88,7 @@ def node_environment(longest_request_s: float) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
         "RAY_SERVE_PORT_QUARANTINE_S": str(hard_stop_s + 30),
         "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": str(round(longest_request_s) + 5),
-        # A frontend that dies still takes requests for a moment, and having no others left it gets them all.
+        # A dying frontend still takes requests for a moment; with no others in flight it gets them all.
         # Nothing was answered, nothing is changed by asking: another one is asked.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
         **QUIET_OPENMP,

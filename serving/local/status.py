@@ -44,6 +44,8 @@ class Status:
 _RAISED = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*(?P<kind>[A-Z]\w*(?:Error|Exception|Failure|Timeout)): (?P<text>\S.*)$"
 )
+# Of HAProxy, whose exception begins with notices that mean nothing.
+_CANNOT_BIND = re.compile(r"\[ALERT\].*(?P<text>cannot bind socket .*\])")
 _OURS = ("ConfigError", "StartError", "LayoutMismatch")
 
 
@@ -54,6 +56,8 @@ def failure_line(message: str, *, only_raised: bool = False) -> str:
     exception: the last line, or with `only_raised` "".
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
+    if (alert := _CANNOT_BIND.search(message)) is not None:
+        return f"HAProxy {alert['text']}"
     raised = [found for line in lines if (found := _RAISED.match(line))]
     raised = [found for found in raised if not found["text"].startswith("Traceback")]
     for found in reversed(raised):

@@ -79,7 +79,7 @@ BAD = {
     "name with a space": (args(models__0__name="a b"), ["models[0].name = 'a b'", "matches"]),
     "label no text": (
         args(**{V + "decode__labels": {"zone": 1}}),
-        ["decode.labels", "{'zone': 1}", "text"],
+        ["decode.labels.zone = 1", "text"],
     ),
     "bare off": (args(planner__mode=False), ["planner.mode = false", "off", "in quotes"]),
     "tiny KV": (args(**{V + "engine__kv_bytes": 1}), ["engine.kv_bytes = 1", "65536 or more"]),
@@ -99,6 +99,18 @@ BAD = {
     ),
     "no decode": (args(**{V + "decode__replicas": 0}), ["decode.replicas = 0", "1 or more"]),
     "model twice": (args(models=args()["models"] * 2), ["'m' is used twice"]),
+    "in a mapping": (
+        args(models__0__slo={"classes": {"ok": {}, "gold": {"itl_ms": -1}}}),
+        ["models[0].slo.classes.gold.itl_ms = -1", "a number over 0"],
+    ),
+    "unknown key in a mapping": (
+        args(models__0__slo={"classes": {"gold": {"itl": 1}}}),
+        ["unknown key models[0].slo.classes.gold.itl", "did you mean itl_ms"],
+    ),
+    "in a mapping, under a key with dots": (
+        args(models__0__slo={"classes": {"a.b": {"itl_ms": -1}}}),
+        ["models[0].slo.classes[...].itl_ms = {'a.b'", "a number over 0"],
+    ),
     "no mapping at all": ([1], ["args = [1]", "a mapping with the keys models"]),
     "empty file": (None, ["args = null", "models"]),
 }

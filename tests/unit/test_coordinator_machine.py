@@ -51,6 +51,9 @@ ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "d2":
 places = st.integers(0, 59)  # in whatever there is to choose from
 
 
+TROUBLES = ["link", "process", "attempt", "attempt", "step", "request", "time"]
+
+
 def pick(things: Sequence[T], place: int) -> T:
     return things[place % len(things)]
 
@@ -308,9 +311,13 @@ class CoordinatorMachine(RuleBasedStateMachine):
         rounds=st.integers(1, 3),
         count=st.integers(1, 3),
         late=st.sampled_from([None, *ROLES]),
-        leaves=st.sampled_from([None, *ROLES]),
+        leaves=st.sampled_from([None, None, *ROLES]),
+        then=st.sampled_from([None, None, None, None, *TROUBLES]),
+        which=places,
     )
-    def goes_on(self, rounds: int, count: int, late: str | None, leaves: str | None) -> None:
+    def goes_on(
+        self, rounds: int, count: int, late: str | None, leaves: str | None, then: str | None, which: int
+    ) -> None:
         """Everybody works for a while; what `late` says is on its way all that time. `leaves` begins to
         drain, or is taken back."""
         if leaves is not None:
@@ -325,6 +332,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
                 if worker.ident != late:
                     self.say(worker, 100)
             self.move()
+        if then is not None:
+            self.go_wrong(then, which)
 
     def go_on(self, worker: ScriptedWorker, held: Held, count: int, ends_apart: bool) -> None:
         mode = Mode(held.submit.mode)
@@ -391,20 +400,17 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------ trouble
 
-    @rule(
-        kind=st.sampled_from(["link", "process", "attempt", "attempt", "step", "request", "time"]),
-        which=places,
-        late_s=st.sampled_from([5.1, 10.1, 30.1, 60.1, 600.1]),
-        waiting=st.sampled_from([None, 0, 3]),
-    )
-    def goes_wrong(self, kind: str, which: int, late_s: float, waiting: int | None) -> None:
-        """One in a dozen steps. `waiting`: what workers say of their queues."""
+    @rule(kind=st.sampled_from(TROUBLES), which=places)
+    def goes_wrong(self, kind: str, which: int) -> None:
+        self.go_wrong(kind, which)
+
+    def go_wrong(self, kind: str, which: int) -> None:
         for client in self.clients:
             client.harmed = True  # all who are in flight may hear of it: retries come out of one budget
         if kind == "time":
             for entry in self.entries.values():
-                entry.waiting = waiting
-            self.now += late_s
+                entry.waiting = pick([None, 0, 3], which)
+            self.now += pick([5.1, 10.1, 30.1, 60.1, 600.1], which)
             self.coordinator.sweep()
         elif kind in ("link", "process"):
             if self.entries:
@@ -487,7 +493,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
             if not self.workers[name].linked:
                 self.link(self.workers[name])
         for _ in range(100):
-            self.goes_on(1, 8, None, None)
+            self.goes_on(1, 8, None, None, None, 0)
             self.now += SWEEP_S
             self.coordinator.sweep()
             self.clients_get_what_they_must()

@@ -221,8 +221,10 @@ async def test_mode_targets_and_budget_change_live() -> None:
     [
         ({"mode": "wild"}, 400, "mode"),
         ({"budget": 1}, 400, "budget = 1; allowed: at least 2"),
-        ({"targets": {"x": {}}}, 404, "no model 'x'"),
-        ({"targets": {"m": {"itl_ms": -1}}}, 400, "itl_ms"),
+        ({"targets": {"x": {}}}, 404, "no model 'x'; there are: m"),
+        ({"targets": 3}, 400, "give them by model"),
+        ({"targets": {"m": 3}}, 400, "give them by model"),
+        ({"targets": {"m": {"itl_ms": -1}}}, 400, "planner.targets.m.itl_ms = -1"),
         ({"speed": 1}, 400, "speed"),
     ],
 )
@@ -380,8 +382,8 @@ async def test_without_any_linked_worker_no_pool_falls_below_its_minimum() -> No
     rig = Rig(min_replicas=2, replicas=2)
     rig.serve.targets = {"m-main-prefill": 2, "m-main-decode": 2, "Frontend": 1}
     rig.serve.running = dict(rig.serve.targets)
-    for _ in range(60):
-        await rig.ticks(1, rps=2)
+    for _ in range(130):
+        await rig.holds(1)
         for pool in ("prefill", "decode"):
             assert rig.serve.targets[f"m-main-{pool}"] >= 2
 
@@ -393,7 +395,7 @@ async def test_a_worker_that_an_operator_drains_is_no_start_that_never_comes() -
         rig.joins(ident, pool)
     rig.serve.targets["m-main-decode"] = rig.serve.running["m-main-decode"] = 2
     rig.control.orders.drain("d2")
-    await rig.holds(60)
+    await rig.holds(130)
     assert rig.seen().pools["decode"] == PoolSeen(ready=1, draining=1)
     assert rig.serve.targets["m-main-decode"] == 2
     rig.control.orders.undrain("d2")
@@ -439,7 +441,7 @@ async def test_a_pool_that_loses_a_worker_on_purpose_is_left_alone_meanwhile() -
     assert rig.control.admin.answer("remove", {"worker": "d2"})[0] == 200
     await until(lambda: len(rig.serve.calls) == 1, 20)
     rig.leaves("d2")  # Serve has not noticed yet
-    await rig.holds(60)
+    await rig.holds(130)
     assert rig.serve.targets["m-main-decode"] == 2
     rig.serve.removals.release()
     await until(lambda: not rig.host._removals, 20)

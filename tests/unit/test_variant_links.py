@@ -153,6 +153,7 @@ class Rig:
         workers = [await self.worker(ident) for ident in idents]
         self.members(*idents)
         await self.linked(*idents)
+        await until(lambda: all(worker.link is not None for worker in workers), LONG_S)
         return workers
 
     def ask(self, max_tokens: int = 4) -> tuple[Run, CollectedText]:
@@ -416,6 +417,23 @@ async def test_stopping_ends_every_stream_and_dials_no_more(rig: Rig) -> None:
     assert isinstance(sink.error, Unavailable)
     for worker in (a, b):
         await until(lambda worker=worker: worker.lost == worker.opened == 1, LONG_S)
+
+
+async def test_a_worker_that_missed_its_beats_gets_nothing_new(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await rig.decoders("a", "b")
+    silent = {"a": 1.5}
+    monkeypatch.setattr(Link, "silent_s", property(lambda link: silent.get(link.peer.ident, 0.0)))
+    rig.links.sweep()
+    for _ in range(4):
+        rig.ask()
+        await rig.asked(b)
+    assert rig.links.pools()["decode"] == 2  # it is not given up: its link says when it is lost
+    silent["a"] = 0.0
+    rig.links.sweep()
+    rig.ask()
+    await rig.asked(a)
 
 
 # ---------------------------------------------------------------- hung engines
