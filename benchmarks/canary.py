@@ -9,7 +9,6 @@ variant answered follows from the decode worker that the answer names.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import subprocess
@@ -24,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from benchmarks.fault_client import Answer, Ask, send
 from benchmarks.overhead import application
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 MODEL = "sim"
@@ -170,9 +169,7 @@ def measure(streams: int, dwell_s: float, progress: Progress) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("canary", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--streams", type=int, default=50)
     parser.add_argument("--dwell", type=float, default=4.0, help="seconds at each weight")

@@ -36,7 +36,7 @@ from typing import Any, cast
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
 
-from benchmarks.report import Progress
+from benchmarks.report import Progress, command
 from serving.config import Deadlines, EngineConfig, SimProfile, Variant
 from serving.engine.base import Engine, Mode, SamplingParams, StepOutput
 from serving.link import Identity, Link, dial
@@ -339,7 +339,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.handoff", description=(__doc__ or "").splitlines()[0])
+    parser = command("handoff", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=["torch", "sim"], default="torch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

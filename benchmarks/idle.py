@@ -8,13 +8,12 @@ share of one core; `ray_cores`: that of Ray's and Serve's own daemons beside it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 
 import psutil
 
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 SETTLE_S = 10.0  # start-up work of Ray goes on for a while after the application answers
@@ -35,7 +34,7 @@ def cpu_by_owner(cluster: LocalCluster) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command("idle", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--config", default="configs/quickstart.yaml")

@@ -10,7 +10,6 @@ its cable. Then the faults of benchmarks/network_faults.py, each reported as ben
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import statistics
@@ -26,7 +25,7 @@ from benchmarks.fault_run import fault_asks, run_fault
 from benchmarks.fault_scenarios import UNDISTURBED
 from benchmarks.fault_verdict import Row, judge
 from benchmarks.network_faults import NETWORK_FAULTS, NODES, node_setup
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from serving.errors import KVRelayError
 from serving.local.namespaces import NamespaceCluster
 from serving.local.network import why_not
@@ -97,7 +96,7 @@ async def measure(names: list[str], progress: Progress) -> dict[str, Any]:
 
 def main() -> int:
     names = [fault.name for fault in NETWORK_FAULTS]
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command("multi_node", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", nargs="*", choices=names, default=names, help="these faults alone")
     options = parser.parse_args()

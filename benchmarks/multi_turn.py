@@ -10,7 +10,6 @@ is measured from sending to the first event with a token.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -22,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.overhead import application
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
@@ -192,7 +191,7 @@ def measure(turns: int, progress: Progress) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.multi_turn", description=__doc__)
+    parser = command("multi_turn", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--turns", type=int, default=len(QUESTIONS))
     options = parser.parse_args()

@@ -11,7 +11,6 @@ with our flags.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 PERIOD_MS = 20.0
@@ -175,7 +174,7 @@ def median_of(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command("overhead", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()

@@ -32,7 +32,7 @@ from benchmarks.overload_replay import (
     predicted,
     shared,
 )
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from benchmarks.router_replay import Setup
 from benchmarks.traces import TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
@@ -222,7 +222,7 @@ def simulated(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__)
+    parser = command("overload", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=("simulated", "live"))
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")

@@ -10,7 +10,6 @@ neighbouring one.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -23,10 +22,11 @@ from urllib.request import Request, urlopen
 
 from benchmarks.fault_client import Answer, Ask, send
 from benchmarks.overhead import application
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from planner.observation import FittedTimes
-from planner.sim_cluster import VARIANT, Cluster, SimSetup
+from planner.sim_cluster import Cluster
 from planner.sim_policies import Planner
+from planner.sim_setup import VARIANT, SimSetup
 from planner.sim_worker import EngineTimes
 from planner.timing_profile import Profile, Provenance, save_profile
 from planner.workload import TraceRequest
@@ -220,9 +220,7 @@ def changes(rows: list[tuple[float, int, int]]) -> list[list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("planner_live", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--real", action="store_true", help="embedded workers with a real model")
     parser.add_argument("--quick", action="store_true", help="shorter phases")

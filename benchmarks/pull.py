@@ -36,7 +36,7 @@ from benchmarks.handoff import (
     engine_of,
     worker,
 )
-from benchmarks.report import Progress
+from benchmarks.report import Progress, command
 from serving.config import EngineConfig, SimProfile, Variant
 from serving.engine.base import Mode, SamplingParams
 from serving.wire import Pull, Submit, pack_u32
@@ -155,7 +155,7 @@ def print_table(report: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.pull", description=(__doc__ or "").splitlines()[0])
+    parser = command("pull", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=["torch", "sim"], default="sim")
     parser.add_argument("--kv-bytes-per-token", type=int, default=23_040, help="of the simulated model")

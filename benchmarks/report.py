@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+def command(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m benchmarks.NAME`; its `--help` shows the module's docstring as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 class Progress:

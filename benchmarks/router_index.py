@@ -20,7 +20,6 @@ is enough and needs a glibc of 2.28 or newer (this is the extra `bench-peer`):
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -32,7 +31,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from kvrouter.events import CacheEvents
 from kvrouter.hashing import block_hashes
 from kvrouter.index import PrefixIndex
@@ -245,7 +244,7 @@ def bytes_per_block() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command("router_index", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--peer", action="store_true", help="measure Dynamo's index in the same run")
     options = parser.parse_args()

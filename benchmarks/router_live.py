@@ -27,7 +27,7 @@ import psutil
 
 from benchmarks.overhead import application
 from benchmarks.replay_workers import CHUNK_S, TOKENS_PER_S
-from benchmarks.report import Progress, print_report
+from benchmarks.report import Progress, command, print_report
 from benchmarks.router_replay import Replay, Setup
 from benchmarks.scrape import scrape_sums
 from benchmarks.trace_client import CONTEXT_TOKENS, Outcome, first_seconds
@@ -231,7 +231,7 @@ def mean_of(sums: dict[str, float], histogram: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.router_live", description=__doc__)
+    parser = command("router_live", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")

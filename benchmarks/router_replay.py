@@ -10,7 +10,6 @@ TTFT of 2 s or less; `hit` is the share of prompt blocks found in the cache.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import sys
@@ -31,6 +30,7 @@ from benchmarks.replay_workers import (
     PrefillQueue,
     Report,
 )
+from benchmarks.report import command
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
@@ -254,7 +254,7 @@ def replay_all(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.router_replay", description=__doc__)
+    parser = command("router_replay", __doc__)
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
     parser.add_argument("--workers", type=int, default=4)

@@ -7,7 +7,6 @@ A token a push, the worst case: nothing is batched. The server's own write is no
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import time
@@ -15,6 +14,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.report import command
 from serving.detokenize import Detokenizer
 from serving.engine.base import SamplingParams, TokenLogprobs
 from serving.generation import GenerationInfo, GenerationRequest, Sink
@@ -102,9 +102,7 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command("stream_cost", __doc__)
     parser.add_argument("--json", action="store_true", help="print one object, microseconds a token")
     found = measure()
     if parser.parse_args().json:

@@ -6,7 +6,6 @@ its CPU is not the server's. A trace has lengths and prefix hashes, no text: equ
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
@@ -18,6 +17,7 @@ from typing import cast
 import orjson
 import uvloop
 
+from benchmarks.report import command
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
 
 FIRST_ID, LAST_ID = 100, 999  # three digits each: a body of 4 bytes a token, and nothing special among them
@@ -144,7 +144,7 @@ async def send_trace(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = command("trace_client", __doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)

@@ -47,6 +47,7 @@ REPEATS = 3
 NEW_TOKENS = 16  # of each decode
 CONTEXTS = (64, 512, 2048)  # of decodes
 CASE_S = 20.0  # a case that would take longer is left out
+MOST_SPREAD = 0.25  # typical error of a fit that is still of use
 ANSWER_S = 600.0  # after which the engine counts as stuck
 
 
@@ -257,6 +258,10 @@ def main(argv: list[str] | None = None) -> int:
     print(f"   typical error {times.prefill_spread:.0%}")
     print(f"T_step(batch, kv) = {_terms(times.step, ('', 'batch', 'kv'))} ms", end="")
     print(f"   typical error {times.step_spread:.0%}")
+    if max(times.prefill_spread, times.step_spread) > MOST_SPREAD:
+        print(
+            "these times are too scattered to rely on: measure again while the machine has nothing else to do"
+        )
     print(f"{args.out}.json and {args.out}.png written; name it as the variant's `times` to use it")
     return 0
 

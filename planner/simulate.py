@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     load = parser.add_argument_group("load")
-    load.add_argument("--trace", choices=(*TRACE_NAMES, MADE_UP), default="conversation")
+    load.add_argument("--trace", choices=(*TRACE_NAMES, MADE_UP), default=MADE_UP)
     load.add_argument("--traces", help="folder of the traces")
     load.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
     load.add_argument("--requests", type=int, help="only the first so many")

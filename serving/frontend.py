@@ -28,6 +28,7 @@ from serving.replica import (
 )
 from serving.served_model import load_served_model
 
+LAST_STREAMS_S = 5.0
 FIRST_WORKER_S = 600.0  # a replica is ready once a model can be answered: weights may load for long
 
 Pools = dict[tuple[str, str], dict[str, DeploymentHandle]]
@@ -100,4 +101,6 @@ class Frontend:
         return self._host.api
 
     async def __del__(self) -> None:
+        """Awaited by Serve's graceful shutdown, once its own count of requests is 0."""
+        await self._host.drain(LAST_STREAMS_S)
         await self._host.stop()

@@ -20,7 +20,7 @@ from serving.config import AppConfig
 from serving.control_client import ControlClient
 from serving.coordinator import Coordinator
 from serving.door import Door
-from serving.errors import ModelNotFound
+from serving.errors import ModelNotFound, Unavailable
 from serving.frontend_metrics import FrontendMetrics
 from serving.gate import gate_for
 from serving.generation import GenerationRequest, Sink, Ticket
@@ -38,6 +38,7 @@ from serving.wire import FrontendReport, Register
 log = logging.getLogger("kvrelay.frontend")
 
 SWEEP_S = 0.25
+DRAIN_POLL_S = 0.02
 GOLDEN = 0.6180339887498949
 
 
@@ -49,8 +50,11 @@ class VariantGenerator:
         self._prompts = {(m.name, v.name): v.prompt_tokens for m in config.models for v in m.variants}
         self._point = random.Random(seed).random()
         self.weights: dict[str, dict[str, float]] = {}  # live traffic weights, by model
+        self.stopping = False
 
     def start(self, request: GenerationRequest, sink: Sink) -> Ticket:
+        if self.stopping:
+            raise Unavailable("this frontend is stopping; try again")
         variants = [variant for model, variant in self._variants if model == request.model]
         if not variants:
             raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
@@ -177,6 +181,15 @@ class FrontendHost:
     async def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new, say so at /health, and let what runs end; returns after `limit_s` at the latest."""
+        self._generator.stopping = True
+        until_s = asyncio.get_running_loop().time() + limit_s
+        while any(c.in_flight for c in self._coordinators()):
+            if asyncio.get_running_loop().time() > until_s:
+                return
+            await asyncio.sleep(DRAIN_POLL_S)
+
     async def stop(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -205,6 +218,8 @@ class FrontendHost:
         A pool is degraded when it should have workers and none of them is linked. `ill`: what workers say
         is wrong with them.
         """
+        if self._generator.stopping:
+            return 503, {"status": "stopping", "degraded": [], "ill": {}}
         degraded: list[str] = []
         ill: dict[str, str] = {}
         able = 0

@@ -169,7 +169,7 @@ def _listener(port: int) -> psutil.Process | None:
 
 
 def check_files(plan: Plan) -> None:
-    """What workers and frontends would only find out when they start: keys and profiles that are not there."""
+    """Keys and profiles that are not there: workers and frontends would find that out when they start."""
     from serving.api_keys import ApiKeys
     from serving.link_key import read_key
 

@@ -109,3 +109,19 @@ async def test_a_lent_worker_plays_the_other_role_and_comes_back() -> None:
         assert worker.me.ident in chosen
         app.control.orders.call_back(worker.me.ident)
         await until(lambda: links.pools() == {"prefill": 1, "decode": 2}, LONG_S)
+
+
+async def test_frontend_drain() -> None:
+    """A frontend that stops says so, refuses what is new, and ends what runs."""
+    expected = await undisturbed(3)
+    async with App(frontends=2, profile=SLOW) as app:
+        tasks = await streams(app, 3)
+        stopping = asyncio.create_task(app.frontends[0].drain(LONG_S))
+        await until(lambda: app.frontends[0].health()[0] == 503, LONG_S)
+        assert app.frontends[0].health()[1]["status"] == "stopping"
+        refused = await app.client().complete(prompt="late")
+        assert refused.status == 503
+        assert "retry-after" in refused.headers
+        assert (await app.complete(prompt(20), 1)).n_tokens == 12  # the other one answers
+        assert [(await task).said for task in tasks] == expected
+        await asyncio.wait_for(stopping, LONG_S)

@@ -109,7 +109,7 @@ class Client:
         assert len(self.tokens) <= self.length
         for end in self.ends:
             if isinstance(end, KVRelayError):
-                assert self.harmed
+                assert self.harmed, repr(end)
                 assert not isinstance(end, EngineFailure) or self.refused
             else:
                 assert (end, len(self.tokens)) == (self.reason, self.length)
@@ -135,6 +135,7 @@ class ScriptedWorker:
     ident: str
     entry: WorkerEntry
     held: dict[int, Held] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)  # attempts that came to their end here
     inbox: deque[Message] = field(default_factory=deque)
     outbox: deque[Step] = field(default_factory=deque)
     linked: bool = True
@@ -155,6 +156,7 @@ class ScriptedWorker:
         ends_apart = ends_apart and client.reason is FinishReason.LENGTH
         if held.drawn >= client.length:
             del self.held[held.attempt]
+            self.finished.add(held.attempt)
             ended = [Ended(held.attempt, client.reason.value)]
         frame = Step(
             begun=None if held.begun else [Begun(held.attempt, 0)],
@@ -315,7 +317,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
         then=st.sampled_from([None, None, None, None, *TROUBLES]),
         which=places,
     )
-    def goes_on(
+    def goes_on(  # noqa: PLR0917 - drawn, not written
         self, rounds: int, count: int, late: str | None, leaves: str | None, then: str | None, which: int
     ) -> None:
         """Everybody works for a while; what `late` says is on its way all that time. `leaves` begins to
@@ -358,7 +360,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
             isinstance(m, Submit) and m.attempt == handoff.attempt for m in owner.inbox
         ):
             return  # not there yet
-        if source is None:
+        if handoff.attempt in owner.finished:
+            del worker.held[held.attempt]  # it is told that there is nothing to do, and says nothing
+        elif source is None:
             worker.end(held.attempt, error="the owner knows nothing of it")
         elif not handoff.live and source.leased:
             del owner.held[source.attempt]
@@ -426,6 +430,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         worker.outbox.clear()
         # Nobody waits for its attempts any more; what is leased lives on unless the process is gone.
         worker.held = {a: h for a, h in worker.held.items() if h.leased and not dies}
+        if dies:
+            worker.finished.clear()
         del self.entries[worker.ident]
         self.router.remove_worker(worker.ident)
         self.coordinator.on_worker_lost(worker.ident)
