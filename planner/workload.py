@@ -51,7 +51,10 @@ def traces_dir(given: str | None) -> Path:
     path = Path(given) if given is not None else Path(__file__).parents[2] / "shared" / "data" / "traces"
     if not path.is_dir():
         files = ", ".join((*_MOONCAKE.values(), *_AZURE.values()))
-        raise FileNotFoundError(f"no traces in {path}: pass --traces DIR with some of {files}")
+        raise FileNotFoundError(
+            f"no traces in {path}: pass --traces DIR with some of {files}, "
+            "or --trace made-up, which needs none"
+        )
     return path
 
 

@@ -182,7 +182,7 @@ class FrontendHost:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
     async def drain(self, limit_s: float) -> None:
-        """Take nothing new, say so at /health, and let what runs end; returns after `limit_s` at the latest."""
+        """Take nothing new, say so at /health, and let what runs end, for `limit_s` at the most."""
         self._generator.stopping = True
         until_s = asyncio.get_running_loop().time() + limit_s
         while any(c.in_flight for c in self._coordinators()):
