@@ -56,7 +56,7 @@ def main() -> None:
         "cores": round(sum(ours.values()), 4),
         "ray_cores": round(sum(spent.values()) - sum(ours.values()), 4),
         "by_process": {
-            name.split(" ", 1)[1].removeprefix("ray::")[:60]: round(cores, 4)
+            name.split(" ")[1].removeprefix("ray::").rsplit("/", 1)[-1]: round(cores, 4)
             for name, cores in sorted(ours.items(), key=lambda item: -item[1])
         },
     }

@@ -259,9 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"T_step(batch, kv) = {_terms(times.step, ('', 'batch', 'kv'))} ms", end="")
     print(f"   typical error {times.step_spread:.0%}")
     if max(times.prefill_spread, times.step_spread) > MOST_SPREAD:
-        print(
-            "these times are too scattered to rely on: measure again while the machine has nothing else to do"
-        )
+        print("these times are too scattered to rely on: measure again on an idle machine")
     print(f"{args.out}.json and {args.out}.png written; name it as the variant's `times` to use it")
     return 0
 

@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     load = parser.add_argument_group("load")
     load.add_argument("--trace", choices=(*TRACE_NAMES, MADE_UP), default=MADE_UP)
-    load.add_argument("--traces", help="folder of the traces")
+    load.add_argument("--traces", help="folder of the public traces")
     load.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
     load.add_argument("--requests", type=int, help="only the first so many")
     load.add_argument("--rate", type=float, default=5.0, help="made-up: requests per second")
@@ -120,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in ("speed", "rate", "duration_s", "budget", "interval_s", "ttft_ms", "itl_ms"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if args.traces is not None and args.trace == MADE_UP:
+        parser.error("--traces goes with --trace and the name of one")
     if args.prefill + args.decode > args.budget:
         parser.error(
             f"--prefill and --decode start {args.prefill + args.decode} workers; --budget allows less"

@@ -284,5 +284,6 @@ def test_the_command_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--traces", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    trace = ["--trace", "conversation", "--traces", str(tmp_path)]
+    assert main([*trace, "--out", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
