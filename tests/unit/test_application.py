@@ -116,8 +116,8 @@ async def test_cancelled_at_random_moments_frees_everything(local: bool) -> None
 
 
 async def test_a_frontend_that_is_cut_off_leaves_nothing_behind() -> None:
-    """The workers hear no cancel, only that its links broke. The other frontend's streams go on; its own wait
-    until it has found the workers again."""
+    """The workers hear no cancel, only that its links broke. The other frontend's streams go on; its own
+    wait until it has found the workers again."""
     async with App(prefill=2, frontends=2, profile=SLOW) as app:
         fields = {"max_tokens": N_TOKENS, "stream": True}
         kept = [asyncio.create_task(app.complete(prompt(60, n), 0, **fields)) for n in range(3)]
