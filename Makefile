@@ -52,7 +52,7 @@ map: $(STAMP)  ## write the README's list of files anew
 	$(BIN)/python -m tests.file_map
 
 bench: $(STAMP)  ## the benchmarks there are; each runs by itself
-	@for f in $$(grep -l __main__ benchmarks/[a-z]*.py); do \
+	@for f in $$(grep -l parse_args benchmarks/[a-z]*.py); do \
 		echo "$(BIN)/python -m benchmarks.$$(basename $$f .py)    $$(sed -n '1s/^"*\([^"]*\).*/\1/p' $$f)"; done
 
 clean:  ## remove .venv and what tools cached

@@ -23,7 +23,6 @@ from urllib.request import Request, urlopen
 
 from serving.admin_tables import planner_summary, worker_state, workers_table
 from serving.errors import ConfigError, StartError
-from serving.link_key import read_key
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -163,6 +162,8 @@ def _value(text: str) -> Any:
 
 def _ask(options: argparse.Namespace, method: str, path: str, body: Any = None) -> dict[str, Any]:
     """Raises ConfigError for a wrong option, StartError for what went wrong; both in one line."""
+    from serving.link_key import read_key
+
     if not options.url.startswith(("http://", "https://")):
         raise ConfigError(f"--url {options.url}: allowed: http://HOST:PORT of a frontend, or https://")
     key = read_key(options.key_file, "--key-file").decode("latin-1")

@@ -69,6 +69,8 @@ def worker_state(worker: dict[str, Any]) -> str:
 def planner_summary(told: dict[str, Any]) -> str:
     """Of `GET /planner`: mode and budget, every pool now and as wanted, why, and what changed last."""
     parts = [_heading(told)]
+    if told["mode"] == "off":  # what it saw and decided last is of some time ago
+        told = {**told, "observation": None, "decision": None}
     decided = (told["decision"] or {}).get("variants", {})
     if decided:
         parts.append(_pools(told, decided))
@@ -86,15 +88,17 @@ def _heading(told: dict[str, Any]) -> str:
         "advise": "says what it would do; `planner mode=act` lets it",
         "act": "scales the pools",
     }
-    lines = [
-        f"mode    {mode}: {means.get(mode, '')}",
-        f"budget  {told['budget']:g} {told.get('budget_unit', 'GPUs or CPUs')}",
-    ]
+    lines = [f"mode    {mode}: {means.get(mode, '')}", f"budget  {_budget(told)}"]
     if told["trouble"]:
         lines.append(_wrapped("holds   ", told["trouble"]))
     if mode != "off" and told["decision"] is None:
         lines.append("no decision yet")
     return "\n".join(lines)
+
+
+def _budget(told: dict[str, Any]) -> str:
+    unit = str(told["budget_unit"])
+    return f"{told['budget']:g} {unit.removesuffix('s') if told['budget'] == 1 else unit}"
 
 
 def _pools(told: dict[str, Any], decided: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import os
 from array import array
-from typing import Protocol
+from typing import Literal, Protocol
 
 from kvrouter.hashing import namespace_seed
 from serving.config import HealthConfig
@@ -47,6 +47,9 @@ NEW_TOKENS = 2
 _OWN_NAMES = 1 << 63  # frontends leave this bit of their attempts clear
 
 
+DrainReason = Literal["ordered", "changes role", "unfit", "leaves"]  # each ends on its own
+
+
 class Watched(Protocol):
     """The worker that looks at itself."""
 
@@ -59,9 +62,9 @@ class Watched(Protocol):
     def work_is_runnable(self) -> None:
         """Say so in the next beats, until the engine's next output."""
 
-    def drain(self) -> None: ...
+    def drain(self, why: DrainReason) -> None: ...
 
-    def undrain(self) -> None: ...
+    def undrain(self, why: DrainReason) -> None: ...
 
 
 class Canary:
@@ -155,7 +158,7 @@ class Canary:
             log.warning("canary failed, %d in a row: %s", self._failures, why)
             if self.unfit and not was_unfit:
                 self._unfit_s = self._loop.time()
-                self._worker.drain()
+                self._worker.drain("unfit")
 
     async def _due(self) -> None:
         """Until there is reason to ask."""
@@ -203,7 +206,7 @@ class Canary:
     def _well(self) -> None:
         if self.unfit:
             log.warning("canaries are answered again")
-            self._worker.undrain()
+            self._worker.undrain("unfit")
         self._failures = 0
 
     # ------------------------------------------------------------ the blocks

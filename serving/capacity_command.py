@@ -85,7 +85,11 @@ def _sequence_rows(pool: PoolCapacity) -> Iterator[str]:
     held, traffic = pool.capacity, pool.traffic
     answer = f" + {traffic.output_tokens:,} answer" if pool.role == "decode" else ""
     yield f"  sequences of {held.sequence_tokens:,} tokens (p99: {traffic.prompt_tokens:,} prompt{answer})"
-    spread = f"{traffic.concurrency:,} over {traffic.workers} workers" if traffic.concurrency else ""
+    spread = (
+        f"{traffic.concurrency:,} over {traffic.workers} worker{'s' * (traffic.workers != 1)}"
+        if traffic.concurrency
+        else ""
+    )
     binds = "<- binds"
     yield _row("wanted", f"{held.wanted:,}", spread or "a full batch")
     yield _row("KV has room for", f"{held.sequences:,}")

@@ -108,10 +108,11 @@ class Coordinator:
     # ------------------------------------------------------------ the request's verbs
 
     def start(self, request: GenerationRequest, sink: Sink) -> Run:
+        now, n_prompt = self._clock(), len(request.prompt)
         if len(self._live) >= self._max_inflight:
+            self._demand.arrived(n_prompt, n_prompt, request.slo_class, now)
             self._metrics.rejects.inc(labels=("inflight",))
             raise Overloaded(f"{self._max_inflight} requests are in flight; try again shortly")
-        now = self._clock()
         run = Run(request, sink, now, self._cancel)
         limit_ms = self._request_ms
         if request.timeout_ms is not None:
@@ -120,17 +121,16 @@ class Coordinator:
         try:
             choice = self._placer.place(run, now)
         except NoWorker:
-            self._demand.arrived(len(request.prompt), len(request.prompt), request.slo_class, now)
+            self._demand.arrived(n_prompt, n_prompt, request.slo_class, now)
             self._metrics.rejects.inc(labels=("no_worker",))
             raise
         except Refused as refused:
-            self._demand.arrived(len(request.prompt), refused.uncached_tokens, request.slo_class, now)
+            self._demand.arrived(n_prompt, refused.uncached_tokens, request.slo_class, now)
             raise
-        n_prompt = len(request.prompt)
         self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), request.slo_class, now)
         self._live[run] = None
         self._budget.earn()
-        self._metrics.prompt_tokens.observe(len(request.prompt))
+        self._metrics.prompt_tokens.observe(n_prompt)
         return run
 
     def _cancel(self, run: Run, outcome: str) -> None:

@@ -113,7 +113,7 @@ class Worker:
         """Awaited by Serve's graceful shutdown: link streams are invisible to it, so they drain here."""
         loop = asyncio.get_running_loop()
         await self._ordered.stop()
-        self._host.drain()
+        self._host.drain("leaves")
         deadline_s = loop.time() + self._drain_s
         quiet_since_s = loop.time()
         while loop.time() < deadline_s and loop.time() - quiet_since_s < QUIET_S:

@@ -19,7 +19,7 @@ from decode.moves import MoveRole
 from decode.role import DecodeRole
 from prefill.pull import PullRole
 from prefill.role import PrefillRole
-from serving.canary import Canary
+from serving.canary import Canary, DrainReason
 from serving.config import Deadlines, HealthConfig
 from serving.engine.base import AttemptId, Engine, EngineDied, Mode, StepOutput, StoredRun
 from serving.kv.io import KvIo
@@ -103,7 +103,7 @@ class WorkerHost:
         self._event_seq = 0
         self._load_sent_s = 0.0
         self._last = Beat()
-        self._draining = False
+        self._drains: frozenset[DrainReason] = frozenset()
         self.peers = PeerLinks(
             me=me,
             dial=lambda address, handler: dial(address, me, key, handler, beat=self._beat),
@@ -160,24 +160,24 @@ class WorkerHost:
         """Somebody waits for tokens, reads our KV or may still write into it."""
         return bool(self._owners) or not self.prefill.idle or not self.reader.idle
 
-    def drain(self) -> None:
+    def drain(self, why: DrainReason = "ordered") -> None:
         """Ask every frontend, later ones too, to place nothing here and to move elsewhere what is here.
-        Nothing is refused: what comes all the same is served. Until `undrain`; idempotent."""
-        self._set_draining(True)
+        Nothing is refused: what comes all the same is served. Until `undrain` for every such reason."""
+        self._drain_for(self._drains | {why})
 
-    def undrain(self) -> None:
-        """Idempotent."""
-        self._set_draining(False)
+    def undrain(self, why: DrainReason = "ordered") -> None:
+        """Idempotent, as `drain`."""
+        self._drain_for(self._drains - {why})
 
-    def _set_draining(self, on: bool) -> None:
-        if self._draining is not on:
-            self._draining = on
+    def _drain_for(self, whys: frozenset[DrainReason]) -> None:
+        was, self._drains = self.draining, whys
+        if self.draining is not was:
             for link in self._frontends:
-                link.send(Draining(on))
+                link.send(Draining(not was))
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return bool(self._drains)
 
     @property
     def leases(self) -> int:
@@ -223,7 +223,7 @@ class WorkerHost:
         if link.peer is not None and link.peer.kind == "frontend":
             self._frontends.add(link)
             self._load_sent_s = 0.0
-            if self._draining:
+            if self.draining:
                 link.send(Draining(True))
             self._schedule_flush()
 

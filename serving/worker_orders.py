@@ -20,7 +20,6 @@ class OrderedWorker:
         self._host = host
         self._pool = pool
         self._wanted = pool
-        self._told_to_drain = False
         self._switching: asyncio.Task[None] | None = None
         self._stopped = False
 
@@ -28,19 +27,13 @@ class OrderedWorker:
         if self._stopped:
             return
         ident = self._host.me.ident
-        self._told_to_drain = ident in orders.draining
-        self._wanted = orders.roles.get(ident, self._pool)
-        if self._wanted != self._host.role:
-            if self._switching is None:
-                self._switching = asyncio.get_running_loop().create_task(self._switch())
-        elif self._switching is None:
-            self._drain_as_told()
-
-    def _drain_as_told(self) -> None:
-        if self._told_to_drain:
-            self._host.drain()
+        if ident in orders.draining:
+            self._host.drain("ordered")
         else:
-            self._host.undrain()
+            self._host.undrain("ordered")
+        self._wanted = orders.roles.get(ident, self._pool)
+        if self._wanted != self._host.role and self._switching is None:
+            self._switching = asyncio.get_running_loop().create_task(self._switch())
 
     async def stop(self) -> None:
         """The worker leaves: orders that still come are not followed any more."""
@@ -79,7 +72,7 @@ class OrderedWorker:
         host = self._host
         try:
             while self._wanted != host.role:
-                host.drain()
+                host.drain("changes role")
                 while host.busy and self._wanted != host.role:
                     await asyncio.sleep(POLL_S)
                 host.play(self._wanted)
@@ -87,4 +80,4 @@ class OrderedWorker:
             log.info("plays %s, %.2f s after it was told to", host.role, took)
         finally:
             self._switching = None
-        self._drain_as_told()
+        host.undrain("changes role")

@@ -16,19 +16,19 @@ DEADLINES = {"transfer_ms": 3000, "silence_ms": 4000}
 SETUP = Setup(kv_bytes=96 << 20, begun_tokens=25, long_prompt_tokens=3000, args={"deadlines": DEADLINES})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def local_cluster() -> Iterator[LocalCluster]:
     with LocalCluster(cpus=8, dashboard=True, env=SLOW_TCP) as cluster:
         cluster.serve(SETUP.config(), timeout_s=300)
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def local_app(local_cluster: LocalCluster) -> App:
     return App(local_cluster, SETUP)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def sim_reference() -> Iterator[SimReference]:
     reference = SimReference()
     yield reference

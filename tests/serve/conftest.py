@@ -53,7 +53,7 @@ def tiny_directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return directories
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(tiny_directories: dict[str, Path]) -> Iterator[LocalCluster]:
     resolve_weights(REAL)
     torch = {"kind": "torch", "dtype": "float32", "block_tokens": 32, "max_batch": 16, "threads": 1}

@@ -360,6 +360,18 @@ last changes
 LONG = "hold: " + "because of something that takes many words to say " * 5
 
 
+def test_a_planner_that_is_off_shows_nothing_of_some_time_ago() -> None:
+    lines = planner_summary(planner(mode="off", budget=1.0, history=[])).splitlines()
+    assert lines == [
+        "mode    off: decides nothing; `planner mode=advise` or `mode=act` starts it",
+        "budget  1 GPU",
+        "",
+        "chat/main",
+        "  targets  TTFT 800 ms + 50 a 1,000 tokens, ITL 40 ms, p95",
+        "  start    23.4 s until a worker is ready",
+    ]
+
+
 @pytest.mark.parametrize(
     ("told", "says"),
     [

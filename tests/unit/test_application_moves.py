@@ -65,6 +65,21 @@ async def test_nothing_new_comes_to_a_drained_worker_until_it_is_taken_back() ->
         await until(lambda: app.frontends[0].variants["tiny", "main"].pools()["decode"] == 2, LONG_S)
 
 
+async def test_a_worker_drains_until_no_reason_is_left() -> None:
+    """A canary that is well again does not take back what an operator ordered, nor the other way round."""
+    async with App(decode=2) as app:
+        host = app.pool("decode")[0].host
+        links = app.frontends[0].variants["tiny", "main"]
+        host.drain("ordered")
+        host.drain("unfit")
+        await until(lambda: links.pools()["decode"] == 1, LONG_S)
+        host.undrain("unfit")
+        host.undrain("unfit")
+        assert host.draining
+        host.undrain("ordered")
+        await until(lambda: links.pools()["decode"] == 2, LONG_S)
+
+
 async def test_the_last_worker_still_answers_while_it_drains() -> None:
     async with App(decode=1) as app:
         app.pool("decode")[0].host.drain()

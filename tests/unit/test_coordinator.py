@@ -261,6 +261,7 @@ def test_over_the_limit_is_429():
     bench.start()
     with pytest.raises(Overloaded):
         bench.start()
+    assert len(bench.coordinator.report("m", "main").arrivals) == 2  # demand all the same
 
 
 @pytest.mark.parametrize(("begun", "seconds"), [(False, 60.1), (True, 120.1)], ids=["queue", "prefill"])

@@ -22,15 +22,19 @@ class Host:
     def __init__(self) -> None:
         self.me = SimpleNamespace(ident="w")
         self.role = "decode"
-        self.draining = False
+        self.whys: set[str] = set()
         self.busy = False
         self.played: list[str] = []
 
-    def drain(self) -> None:
-        self.draining = True
+    @property
+    def draining(self) -> bool:
+        return bool(self.whys)
 
-    def undrain(self) -> None:
-        self.draining = False
+    def drain(self, why: str) -> None:
+        self.whys.add(why)
+
+    def undrain(self, why: str) -> None:
+        self.whys.discard(why)
 
     def play(self, role: str) -> None:
         assert self.draining
@@ -57,14 +61,13 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig()
 
 
-async def test_it_drains_and_is_taken_back(rig: Rig) -> None:
-    rig.order()
-    assert not rig.host.draining
-    rig.order(drain=True)
-    assert rig.host.draining
-    rig.order(drain=True)
-    rig.order()
-    assert not rig.host.draining
+@pytest.mark.parametrize("other", [set(), {"unfit"}], ids=["well", "unfit"])
+async def test_it_drains_and_is_taken_back(rig: Rig, other: set[str]) -> None:
+    """No order takes back what drains for a reason of its own."""
+    rig.host.whys |= other
+    for drain, whys in ((False, set()), (True, {"ordered"}), (True, {"ordered"}), (False, set())):
+        rig.order(drain=drain)
+        assert rig.host.whys == whys | other
 
 
 async def test_it_drains_before_it_plays_the_other_role(rig: Rig) -> None:
@@ -105,7 +108,7 @@ async def test_a_worker_that_leaves_follows_no_order_any_more(rig: Rig, switchin
         rig.order(role="prefill")
         await until(lambda: rig.host.draining, LONG_S)
     await rig.worker.stop()
-    rig.host.drain()
+    rig.host.drain("leaves")
     rig.order()
     rig.order(role="prefill")
     assert rig.worker._switching is None
