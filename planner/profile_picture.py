@@ -24,6 +24,7 @@ def draw_fit(profile: Profile, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogFormatter, LogLocator, NullFormatter
 
     figure, (prefill, step) = plt.subplots(1, 2, figsize=(12, 5))
     a, b, c = profile.times.prefill
@@ -38,6 +39,11 @@ def draw_fit(profile: Profile, path: Path) -> None:
                 contexts, a + b * u + c * u * (contexts - 0.5 * u), color=colour, linewidth=1.4, label=label
             )
     prefill.set(xscale="log", yscale="log", xlabel="prompt, tokens", ylabel="prefill, ms")
+    prefill.set_xticks(sorted({context for _, context, _ in profile.prefill_points}), minor=False)
+    prefill.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    for axis in (prefill.xaxis, prefill.yaxis):  # numbers, not powers of ten
+        axis.set_major_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(9, 9)))
+        axis.set_minor_formatter(NullFormatter())
     prefill.set_title(
         f"T_prefill, typical error {profile.times.prefill_spread:.0%}", loc="left", fontsize=10
     )

@@ -302,6 +302,11 @@ class _Exchange:
     ) -> None:
         head = self._head(content_type, (b"content-length", str(len(body)).encode()), *more)
         await self._send({"type": "http.response.start", "status": status, "headers": head})
+        if (b"connection", b"close") in more:
+            # Closing on unread bytes resets the connection, and the answer may be lost with it.
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            await self._api._door.swallow(self._receive)
+            body = b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _answer_error(self, error: KVRelayError) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from serving.api_keys import ApiKeys, Tenant
 from serving.eager import Message
 from serving.errors import AuthenticationFailed, BodyTimeout, BodyTooLarge, HeadersTooLarge, Overloaded
 
+SWALLOW_S = 1.0
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10  # all together
 
@@ -116,6 +117,15 @@ class Door:
                     del by_tenant[name]
 
     # ------------------------------------------------------------ body
+
+    async def swallow(self, receive: Receive) -> None:
+        """Read what still comes of a body that is not wanted, for a moment, and forget it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SWALLOW_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
 
     async def read_body(self, receive: Receive, announced: bytes | None) -> bytes:
         """`announced`: the value of Content-Length. Raises BodyTooLarge as soon as that is known,
