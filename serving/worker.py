@@ -33,6 +33,7 @@ from serving.replica import (
     log_to_stderr,
     replica_identity,
 )
+from serving.times_check import check_times
 from serving.wire import Register
 from serving.worker_host import WorkerHost
 from serving.worker_orders import OrderedWorker
@@ -53,6 +54,7 @@ class Worker:
         key = link_key(config.link, application_name())
         spec = find_variant(config, model, variant)
         self._provenance = await asyncio.to_thread(start_provenance, spec, role)  # refuses before it loads
+        await asyncio.to_thread(check_times, spec, self._provenance.weights_digest)
         engine: Engine = await asyncio.to_thread(partial(build_engine, spec, role, **engine_place(spec)))
         transfer = MovedElsewhere if engine.capabilities.moves_kv else NixlTransfer
         registry = Registry({"model": model, "variant": variant, "pool": role, "worker": me.ident})
