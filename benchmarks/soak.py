@@ -96,18 +96,23 @@ class Growth:
     first: dict[psutil.Process, tuple[float, int]] = field(default_factory=dict)
     rss_mib: float = 0.0
     fds: int = 0
+    rss_of: str = ""  # whose
+    fds_of: str = ""
 
     def look(self, cluster: LocalCluster) -> None:
         for process in cluster.processes():
             with suppress(psutil.Error):
-                if "ray::Serve" not in " ".join(process.cmdline()):
+                title = " ".join(process.cmdline())
+                if "ray::Serve" not in title:
                     continue
                 if time.time() - process.create_time() < WARM_S:
                     continue
                 now = (process.memory_info().rss / (1 << 20), process.num_fds())
                 first = self.first.setdefault(process, now)
-                self.rss_mib = max(self.rss_mib, round(now[0] - first[0], 1))
-                self.fds = max(self.fds, now[1] - first[1])
+                if now[0] - first[0] > self.rss_mib:
+                    self.rss_mib, self.rss_of = round(now[0] - first[0], 1), title.strip()
+                if now[1] - first[1] > self.fds:
+                    self.fds, self.fds_of = now[1] - first[1], title.strip()
 
     async def watch(self, cluster: LocalCluster) -> None:
         while True:
@@ -157,6 +162,7 @@ async def soak(
         "conserved": await asyncio.to_thread(conserved, app),
         "reconnects": load.reconnects,
         "hang_ups": load.hang_ups,
+        "grew_most": {"rss": growth.rss_of, "fds": growth.fds_of},
         "by_fault": dict(sorted(struck.items())),
         "errors": load.errors,
     }
