@@ -515,4 +515,4 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
 
 TestCoordinatorMachine = CoordinatorMachine.TestCase
-TestCoordinatorMachine.settings = settings(fuzzed(500), stateful_step_count=60)
+TestCoordinatorMachine.settings = settings(fuzzed(400), stateful_step_count=60)
