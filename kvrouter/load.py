@@ -86,7 +86,6 @@ class WorkerLoad:
         self._computed_before: int | None = None  # in the report before
         self._period = _BusyPeriod()
         self._told: dict[int, tuple[float, int]] = {}  # others' prompts in no report yet: when, tokens
-        self._tells = False  # the worker tells at once what others send
         self._late_s: deque[float] = deque(maxlen=MOST_LATE)
 
     # ------------------------------------------------------------ own bookings
@@ -251,7 +250,6 @@ class WorkerLoad:
     def told(self, attempt: int, uncached_tokens: int, now_s: float) -> None:
         """Another frontend has just sent this prompt, which no report knows yet."""
         if self.view.role == "prefill" or uncached_tokens:
-            self._tells = True
             self._told[attempt] = (now_s, uncached_tokens)
             self._others_tokens += uncached_tokens
             self._backlog.add_other(*self._as_told(now_s, uncached_tokens), now_s)
@@ -310,10 +308,13 @@ class WorkerLoad:
         return [booking.prefill_ms for booking in self._computing.values()]
 
     def _unreported_ms(self, now_s: float, due_s: float | None) -> float:
-        """What the other frontends are expected to have sent since the last report: as much as we did."""
-        if self._tells:
-            return 0.0
-        return (self.frontends - 1) * self._backlog.left_ms(self._recent, due_s, now_s)
+        """What the other frontends are expected to have sent since the last report: as much as we did, less
+        what the worker has told of already."""
+        expected_ms = (self.frontends - 1) * self._backlog.left_ms(self._recent, due_s, now_s)
+        if not self._told or not expected_ms:
+            return expected_ms
+        told_ms = sum(self._as_told(told_s, tokens)[1] for told_s, tokens in self._told.values())
+        return max(expected_ms - told_ms, 0.0)
 
     @property
     def queued_tokens(self) -> int:

@@ -307,7 +307,9 @@ def test_14882_15522_an_engine_without_events_is_said_so(
 
 
 async def test_14882_the_router_goes_by_its_predictions_without_events() -> None:
-    async with TrtllmApp(prefill=3) as app:
+    # The fake computes in no time, so a policy that weighs time would not care what is cached.
+    router = {"local_prefill": False, "policy": "sticky"}
+    async with TrtllmApp(prefill=3, router=router) as app:
         for number in range(3):
             app.machine("prefill", number).knobs.events_off = True
         home = (await app.complete(plain_prompt(200), max_tokens=4)).reply.headers["x-kvrelay-prefill"]
