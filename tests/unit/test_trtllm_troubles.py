@@ -308,14 +308,25 @@ def test_14882_15522_an_engine_without_events_is_said_so(
 
 async def test_14882_the_router_goes_by_its_predictions_without_events() -> None:
     # The fake computes in no time, so a policy that weighs time would not care what is cached.
-    router = {"local_prefill": False, "policy": "sticky"}
-    async with TrtllmApp(prefill=3, router=router) as app:
-        for number in range(3):
+    async with TrtllmApp(prefill=2, router={"local_prefill": False, "policy": "sticky"}) as app:
+        caches = app.coordinator()._router.caches
+        caches._silent_s = 0.0
+        for number in range(2):
             app.machine("prefill", number).knobs.events_off = True
-        home = (await app.complete(plain_prompt(200), max_tokens=4)).reply.headers["x-kvrelay-prefill"]
+
+        async def placed(text: str) -> str:
+            answer = await app.complete(text, max_tokens=4)
+            return str(answer.reply.headers["x-kvrelay-prefill"])
+
+        turn = 0
+        while len(caches.silent) < 2:  # each is given a few prompts, and tells nothing
+            turn += 1
+            assert turn < 100
+            await placed(plain_prompt(200, 100 + turn))
+            app.frontends[0].variants["tiny", "main"].sweep()
+        home = await placed(plain_prompt(200))
         for n in range(4):
-            again = await app.complete(plain_prompt(200) + plain_prompt(30, n + 1), max_tokens=4)
-            assert again.reply.headers["x-kvrelay-prefill"] == home
+            assert await placed(plain_prompt(200) + plain_prompt(30, n + 1)) == home
 
 
 @versions
