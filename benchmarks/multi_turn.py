@@ -57,6 +57,8 @@ def config(admin_key_file: Path | None = None) -> dict[str, Any]:
         "models": [{"name": MODEL, "variants": [variant]}],
         # The decode worker holds the conversation too and would go on by itself: here prefill is the point.
         "router": {"local_prefill": False},
+        "deadlines": {"silence_ms": 60_000},  # a slow machine is not a hung one
+        "admission": {"mode": "off"},
     }
     if admin_key_file is not None:
         args["security"] = {"admin_key_file": str(admin_key_file)}
