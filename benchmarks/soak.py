@@ -42,6 +42,7 @@ STRENGTH_S = 60.0
 IDLE_S = 90.0
 WARM_S = 25.0  # age of a process when its memory is first looked at
 LOOK_S = 5.0
+LOOKS = 6  # that tell how many file descriptors a process has
 RSS_GROWTH_MIB = 64.0  # the KV pool, and caches that fill up
 FD_GROWTH = 24
 TCP = {"UCX_TLS": "tcp,self"}
@@ -90,29 +91,40 @@ FAULTS = (
 
 
 @dataclass(slots=True)
+class Seen:
+    """One process: MiB and file descriptors at every look."""
+
+    title: str
+    rss_mib: list[float] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+
+
 class Growth:
     """Memory and file descriptors of the application's processes, from when each had warmed up."""
 
-    first: dict[psutil.Process, tuple[float, int]] = field(default_factory=dict)
-    rss_mib: float = 0.0
-    fds: int = 0
-    rss_of: str = ""  # whose
-    fds_of: str = ""
+    def __init__(self) -> None:
+        self._seen: dict[psutil.Process, Seen] = {}
+
+    @property
+    def rss(self) -> tuple[float, str]:
+        """(MiB, title) of the process that grew most."""
+        return max((round(s.rss_mib[-1] - s.rss_mib[0], 1), s.title) for s in self._seen.values())
+
+    @property
+    def fds(self) -> tuple[int, str]:
+        """The same by the fewest of the first and the last looks: clients and peers come and go."""
+        return max((min(s.fds[-LOOKS:]) - min(s.fds[:LOOKS]), s.title) for s in self._seen.values())
 
     def look(self, cluster: LocalCluster) -> None:
         for process in cluster.processes():
             with suppress(psutil.Error):
-                title = " ".join(process.cmdline())
-                if "ray::Serve" not in title:
+                title = " ".join(process.cmdline()).strip()
+                if "ray::Serve" not in title or time.time() - process.create_time() < WARM_S:
                     continue
-                if time.time() - process.create_time() < WARM_S:
-                    continue
-                now = (process.memory_info().rss / (1 << 20), process.num_fds())
-                first = self.first.setdefault(process, now)
-                if now[0] - first[0] > self.rss_mib:
-                    self.rss_mib, self.rss_of = round(now[0] - first[0], 1), title.strip()
-                if now[1] - first[1] > self.fds:
-                    self.fds, self.fds_of = now[1] - first[1], title.strip()
+                rss_mib, fds = process.memory_info().rss / (1 << 20), process.num_fds()
+                seen = self._seen.setdefault(process, Seen(title))
+                seen.rss_mib.append(rss_mib)
+                seen.fds.append(fds)
 
     async def watch(self, cluster: LocalCluster) -> None:
         while True:
@@ -157,12 +169,12 @@ async def soak(
         "requests": load.answered,
         "failed": load.failed,
         "faults": struck.total(),
-        "rss_growth": growth.rss_mib,
-        "fd_growth": growth.fds,
+        "rss_growth": growth.rss[0],
+        "fd_growth": growth.fds[0],
         "conserved": await asyncio.to_thread(conserved, app),
         "reconnects": load.reconnects,
         "hang_ups": load.hang_ups,
-        "grew_most": {"rss": growth.rss_of, "fds": growth.fds_of},
+        "grew_most": {"rss": growth.rss[1], "fds": growth.fds[1]},
         "by_fault": dict(sorted(struck.items())),
         "errors": load.errors,
     }

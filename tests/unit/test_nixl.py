@@ -151,7 +151,7 @@ async def test_idle_agent_costs_nothing(reader: KvIo) -> None:
     await asyncio.sleep(0.1)
     before = time.process_time()
     await asyncio.sleep(1.0)
-    assert time.process_time() - before < 0.01
+    assert time.process_time() - before < 0.05  # a collection of garbage alone costs 0.01
 
 
 def frozen_peer_main(pipe: Connection) -> None:
