@@ -7,45 +7,18 @@ fixed number of blocks that decodes do not take from, decode that prefill does n
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.traces import BLOCK_TOKENS, TraceRequest
 from kvrouter.deadline import Order, due_s
+from planner.sim_worker import BlockCache
 
 TOKENS_PER_S = 20_480.0
 CHUNK_S = 0.05  # a deadline worker looks at its queue anew this often
 FIXED_TPOT_S = 0.030
 # Step time of a 32B model on two H100: weights, per sequence, KV read.
 STEP_MS = (12.0, 0.2, 4e-5)
-
-
-class BlockCache:
-    """Block-LRU: a use makes a chain recent, its end less than its start, so ends are evicted first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def match(self, hashes: Sequence[int]) -> int:
-        """Leading blocks of the chain that are here."""
-        blocks = self._blocks
-        for depth, block in enumerate(hashes):
-            if block not in blocks:
-                return depth
-        return len(hashes)
-
-    def use(self, hashes: Sequence[int]) -> list[int]:
-        """Store or refresh a chain; returns what had to go."""
-        blocks = self._blocks
-        for block in reversed(hashes):
-            blocks[block] = None
-            blocks.move_to_end(block)
-        evicted = []
-        while len(blocks) > self._capacity:
-            evicted.append(blocks.popitem(last=False)[0])
-        return evicted
 
 
 @dataclass(slots=True)

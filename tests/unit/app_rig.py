@@ -75,15 +75,7 @@ class SimWorker:
     def __init__(self, app: App, role: str, number: int) -> None:
         self.role = role
         self.me = Identity.fresh("worker", f"{role}-{number}")
-        spec = app.config.models[0].variants[0]
-        profile = spec.engine.profile
-        assert isinstance(profile, SimProfile)
-        self.engine = build_sim_engine(spec.engine, profile, PLAIN, app.model.eos_ids, "tiny")
-        self.transfer = (
-            NixlTransfer(f"{self.me.ident}-{self.me.epoch:x}")
-            if app.nixl
-            else LocalTransfer(self.me.ident, app.board)
-        )
+        self._make(app)
         labels = {"model": "tiny", "variant": "main", "pool": role}
         registry = Registry({**labels, "worker": self.me.ident})
         self.provenance = PROVENANCE
@@ -108,6 +100,18 @@ class SimWorker:
             report=self.ordered.report,
         )
         self.address = ""
+
+    def _make(self, app: App) -> None:
+        """Engine and transfer."""
+        spec = app.config.models[0].variants[0]
+        profile = spec.engine.profile
+        assert isinstance(profile, SimProfile)
+        self.engine = build_sim_engine(spec.engine, profile, PLAIN, app.model.eos_ids, "tiny")
+        self.transfer = (
+            NixlTransfer(f"{self.me.ident}-{self.me.epoch:x}")
+            if app.nixl
+            else LocalTransfer(self.me.ident, app.board)
+        )
 
     @property
     def meta(self) -> dict[str, Any]:

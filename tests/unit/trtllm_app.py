@@ -8,25 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from serving.config import AppConfig, Variant, load_config
-from serving.control_client import ControlClient
 from serving.control_host import ControlHost
 from serving.engine.factory import engine_capabilities
 from serving.engine.trtllm.build import build_trtllm_engine
 from serving.engine.trtllm.engine import TrtllmEngine
 from serving.frontend_host import FrontendHost
 from serving.kv.elsewhere import MovedElsewhere
-from serving.kv.io import KvIo
 from serving.kv.local import Switchboard
 from serving.link import Identity
-from serving.metrics import Registry
-from serving.provenance import export
-from serving.wire import Register
-from serving.worker_host import WorkerHost
-from serving.worker_orders import OrderedWorker
 from tests.fake_trtllm.machine import Machine
 from tests.fake_trtllm.package import installed
 from tests.tiny_tokenizer import tiny_model
-from tests.unit.app_rig import BLOCK_TOKENS, CONTEXT_TOKENS, PLAIN, PROVENANCE, App, SimWorker
+from tests.unit.app_rig import BLOCK_TOKENS, CONTEXT_TOKENS, PLAIN, App, SimWorker
 from tests.unit.trtllm_rig import save_model
 
 
@@ -35,39 +28,13 @@ class TrtllmWorker(SimWorker):
 
     engine: TrtllmEngine  # type: ignore[assignment]
 
-    def __init__(self, app: TrtllmApp, role: str, number: int) -> None:
-        self.role = role
-        self.me = Identity.fresh("worker", f"{role}-{number}")
+    def _make(self, app: TrtllmApp) -> None:  # type: ignore[override]
         spec: Variant = app.config.models[0].variants[0]
         with installed(app.profile):
-            self.engine = build_trtllm_engine(spec.engine, app.checkpoint, spec.parallel, role)
+            self.engine = build_trtllm_engine(spec.engine, app.checkpoint, spec.parallel, self.role)
         self.machine: Machine = self.engine._llm.machine
         self.machine.knobs.step_s = app.step_ms / 1e3
         self.transfer = MovedElsewhere(self.me.ident)  # type: ignore[assignment]
-        labels = {"model": "tiny", "variant": "main", "pool": role}
-        registry = Registry({**labels, "worker": self.me.ident})
-        self.provenance = PROVENANCE
-        export(registry, self.provenance)
-        self.host = WorkerHost(
-            me=self.me,
-            role=role,
-            engine=self.engine,
-            kv_io=KvIo(self.transfer),
-            key=app.key,
-            deadlines=app.config.deadlines,
-            registry=registry,
-            health=app.config.health,
-        )
-        self.ordered = OrderedWorker(self.host, role)
-        self.control = ControlClient(
-            me=self.me,
-            key=app.key,
-            registry=registry,
-            register=Register("worker", self.me.ident, labels),
-            on_orders=self.ordered.on_orders,
-            report=self.ordered.report,
-        )
-        self.address = ""
 
     @property
     def is_free(self) -> bool:
