@@ -156,6 +156,19 @@ def test_decode_goes_to_the_least_itl_then_the_longest_match() -> None:
     assert sorted(score, key=lambda ident: score[ident]) == ["c", "b", "a"]
 
 
+def test_the_noise_of_the_models_does_not_pack_streams_on_one_worker() -> None:
+    """Steps take as long whatever the batch is, and one worker's model says 0.5 % less."""
+    policy, demand = make_policy("ttft_regret"), Demand(PROMPT, 256)
+    streams = {"a": 0, "b": 0, "c": 0}
+    for _ in range(24):
+        workers = [
+            worker(ident, itl_ms=19.9 if ident == "a" else 20.0, in_flight=n)
+            for ident, n in streams.items()
+        ]
+        streams[min(workers, key=lambda c: policy.score_decode(demand, c)["total"]).ident] += 1
+    assert max(streams.values()) - min(streams.values()) <= 2, streams
+
+
 def test_bad_name_is_told_with_the_allowed_ones() -> None:
     with pytest.raises(ConfigError, match=r"router\.policy = 'fastest'; allowed: ttft_regret, round_robin"):
         make_policy("fastest")
