@@ -217,7 +217,9 @@ async def rolling_update(scene: Scene, **args: Any) -> None:
     until_s = scene.struck_s + DRAINED_S
 
     def replaced() -> bool:
-        return not old & {replica.ident for replica in app.replicas()} and app.at_strength()
+        running = {replica.ident for replica in app.replicas()}
+        # None are named while Serve builds; at strength there are as many as before.
+        return len(running) == len(old) and not old & running and app.at_strength()
 
     while not (deploying.done() and await asyncio.to_thread(_holds, replaced)):
         lowest = min(lowest, await asyncio.to_thread(_target, app, lowest))

@@ -91,6 +91,8 @@ def node_environment(longest_request_s: float) -> dict[str, str]:
         # A dying frontend still takes requests for a moment; with no others in flight it gets them all.
         # Nothing was answered, nothing is changed by asking: another one is asked.
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+        # Ray's worker processes start at 0 and serve at 15: whatever starts would starve what streams.
+        "RAY_worker_niceness": "0",
         **QUIET_OPENMP,
     }
 
