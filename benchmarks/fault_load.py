@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.fault_app import App
 from benchmarks.fault_client import Answer, Ask, Exchange, send
+from benchmarks.instrument import Lateness
 
 PROBE_TOKENS = 4
 STREAM_S = 90.0  # a stream that did not end by then never will
@@ -46,6 +47,7 @@ class Heard:
     late: list[Exchange] = field(default_factory=list)  # started by the fault
     probes: list[Exchange] = field(default_factory=list)
     reconnects: int = 0
+    client_late_ms: float = 0.0  # of the gaps, so much may be this process's own
 
 
 class Load:
@@ -63,10 +65,12 @@ class Load:
         self._keeping: list[asyncio.Task[None]] = []
         self._probing: list[asyncio.Task[None]] = []
         self._numbers = random.Random(name)
+        self._lateness = Lateness()
 
     async def start(self, *, tokens: int) -> None:
         """Returns once every slot's stream has brought about `tokens` tokens."""
         spawn = asyncio.get_running_loop().create_task
+        self._lateness.start()
         self._keeping = [spawn(self._keep(index)) for index in range(len(self.asks))]
         self._probing.append(spawn(self._probe()))
         async with asyncio.timeout(STREAM_S):
@@ -111,6 +115,7 @@ class Load:
         await self._probing[0]
         await asyncio.gather(*self._probing)
         await asyncio.gather(*(ended(probe) for probe in heard.probes))
+        heard.client_late_ms = self._lateness.stop()
         return heard
 
     async def _keep(self, index: int) -> None:

@@ -13,6 +13,7 @@ from benchmarks.fault_client import Answer, Ask
 from benchmarks.fault_load import Heard, Load, failed, stream_asks
 from benchmarks.fault_scenarios import Fault, Scene
 from benchmarks.fault_verdict import Row, gap_after_ms, judge
+from benchmarks.instrument import ahead_of_the_server
 
 STREAMS = 24
 PROMPT_TOKENS = 64
@@ -49,12 +50,13 @@ async def run_fault(app: App, fault: Fault, reference: Reference, asks: Sequence
     # A name of its own: nothing of an earlier run is in any cache.
     load = Load(app, f"{fault.name}-{secrets.token_hex(3)}", asks, reconnect=fault.reconnect)
     scene = Scene(app, load)
-    await load.start(tokens=app.setup.begun_tokens)
-    try:
-        await fault.act(scene)
-    finally:
-        scene.thaw()
-        heard = await load.finish()
+    with ahead_of_the_server():
+        await load.start(tokens=app.setup.begun_tokens)
+        try:
+            await fault.act(scene)
+        finally:
+            scene.thaw()
+            heard = await load.finish()
     row = _row(heard, scene, reference)
     row |= scene.notes
     if fault.restore is not None:
@@ -89,6 +91,7 @@ def _row(heard: Heard, scene: Scene, reference: Reference) -> dict[str, Any]:
         # Long prompts that were not yet there: a prefill and a transfer begin anew.
         found["late_wait_ms"] = round(max(gap_after_ms(answer, scene.struck_s) for answer in late), 1)
     found["probe_ttft_ms_max"] = _ttft_ms_max(probes)
+    found["client_late_ms"] = heard.client_late_ms
     if heard.reconnects:
         found["reconnects"] = heard.reconnects
     errors = [answer.error for answer in [*streams, *late, *wrong] if answer.error]

@@ -12,9 +12,12 @@ an engine that nothing happens to. Per fault:
     max_gap_ms           longest wait within a stream
     other_errors         of the short requests that go out every 50 ms beside the streams
     leaked_blocks        KV blocks that are still held when everything is over
+    client_late_ms       how late the client itself ever was: of max_gap_ms, so much may be its own
 
-Beside them: a stream of 150 s and an answer of 30 s while frontends come and go. Faults of hosts and of
-their network need namespaces (root); where there are none they are reported as skipped.
+The client comes first for the CPU where it may: a dozen processes that start take its time as well.
+
+Beside the faults: a stream of 150 s and an answer of 30 s while frontends come and go. Faults of hosts and
+of their network need namespaces (root); where there are none they are reported as skipped.
 
 `--model smollm2`: the same with a real model, 6 streams, and the longest gap beside the time that the lost
 prompts take anew. A missed target is one line on stderr, and the exit code is 1.

@@ -19,6 +19,8 @@ from typing import Any, cast
 import orjson
 import uvloop
 
+from benchmarks.instrument import ahead_of_the_server
+
 FIRST_ID, LAST_ID = 100, 999  # three digits each: a body of 4 bytes a token, and nothing special among them
 START_S = 0.5  # between being ready and the first request
 AGAIN_PART = 0.2  # of those refused that come back once, after Retry-After
@@ -138,7 +140,8 @@ async def send_all(plan: dict[str, Any]) -> list[Outcome]:
 
 def main() -> None:
     plan = orjson.loads(sys.stdin.buffer.read())
-    outcomes = uvloop.run(send_all(plan))
+    with ahead_of_the_server():
+        outcomes = uvloop.run(send_all(plan))
     Path(plan["into"]).write_bytes(orjson.dumps([asdict(outcome) for outcome in outcomes]))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 from benchmarks.fault_client import Answer, Ask, send
+from benchmarks.instrument import ahead_of_the_server
 from benchmarks.overhead import application
 from benchmarks.report import Progress, command, print_report
 from planner.observation import FittedTimes
@@ -52,6 +53,10 @@ class Plan:
     down_window_s: float = 30.0
     most: int = 4  # replicas of a pool
     budget: float = 6.0
+    first: tuple[int, int] = (1, 1)  # replicas to begin with: prefill, decode
+    flips: bool = False
+    ttft_ms: float = 1000
+    itl_ms: float = 50
 
     def arrivals(self, seed: int = 1) -> list[float]:
         """Poisson within each phase."""
@@ -68,7 +73,7 @@ class Plan:
 
 SIM = Plan(((40, 1.0), (60, 5.0), (100, 1.0)), 800, 40, 0.4)
 QUICK = replace(SIM, phases=((15, 1.0), (30, 5.0), (45, 1.0)))
-REAL = Plan(((30, 0.3), (50, 1.5), (70, 0.3)), 300, 16, 0.0, most=2, budget=3.0)
+REAL = Plan(((30, 0.3), (50, 1.5), (70, 0.3)), 300, 16, 0.0, most=2, budget=3.0, ttft_ms=3000, itl_ms=400)
 
 
 def config(plan: Plan, key_file: Path, profile: Path | None, real: bool) -> dict[str, Any]:
@@ -77,15 +82,14 @@ def config(plan: Plan, key_file: Path, profile: Path | None, real: bool) -> dict
     else:
         shape = {"decode_ms": STEP_MS, "prefill_ms_per_token": plan.prefill_ms_per_token}
         engine = {"kind": "sim", "profile": shape, "kv_bytes": 16 << 20, "chunk_tokens": 1024}
-    pool = {"replicas": 1, "min_replicas": 1, "max_replicas": plan.most, "cpus": 1}
-    variant = {"name": "main", "weights": "smollm2-135m", "engine": engine, "prefill": pool, "decode": pool}
+    prefill, decode = (
+        {"replicas": first, "min_replicas": 1, "max_replicas": plan.most, "cpus": 1} for first in plan.first
+    )
+    pools = {"prefill": prefill, "decode": decode}
+    variant = {"name": "main", "weights": "smollm2-135m", "engine": engine, **pools}
     if profile is not None:
         variant["times"] = str(profile)
-    slo = {
-        "ttft_ms": 1000 if not real else 3000,
-        "ttft_ms_per_1k_tokens": 500,
-        "itl_ms": 50 if not real else 400,
-    }
+    slo = {"ttft_ms": plan.ttft_ms, "ttft_ms_per_1k_tokens": 500, "itl_ms": plan.itl_ms}
     args = {
         "models": [{"name": MODEL, "slo": slo, "variants": [variant]}],
         "router": {"local_prefill": False},
@@ -96,13 +100,29 @@ def config(plan: Plan, key_file: Path, profile: Path | None, real: bool) -> dict
             "budget": {"cpus": plan.budget},
             "startup_s": 8,
             "down_window_s": plan.down_window_s,
-            "flips": False,  # replica counts are compared
+            "flips": plan.flips,
         },
         "security": {"admin_key_file": str(key_file)},
     }
     deployed = application("serving.app:build", args)
     deployed["applications"][0]["external_scaler_enabled"] = True
     return deployed
+
+
+def write_profile(plan: Plan, directory: Path) -> Path:
+    """Of the simulated engines."""
+    profile = directory / "times.json"
+    made = Provenance(MODEL, "", "sim", "", "", "", "")
+    fitted = FittedTimes((0.0, plan.prefill_ms_per_token, 0.0), (STEP_MS, 0.0, 0.0), samples=100)
+    save_profile(Profile(made, fitted), profile)
+    return profile
+
+
+def write_key(directory: Path) -> Path:
+    key_file = directory / "admin.key"
+    key_file.write_text(KEY)
+    key_file.chmod(0o600)
+    return key_file
 
 
 def told(url: str) -> dict[str, Any]:
@@ -171,21 +191,15 @@ def agreement(
 
 def measure(plan: Plan, real: bool, progress: Progress) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
-        key_file = Path(directory) / "admin.key"
-        key_file.write_text(KEY)
-        key_file.chmod(0o600)
-        profile = None
-        if not real:
-            profile = Path(directory) / "times.json"
-            made = Provenance(MODEL, "", "sim", "", "", "", "")
-            fitted = FittedTimes((0.0, plan.prefill_ms_per_token, 0.0), (STEP_MS, 0.0, 0.0), samples=100)
-            save_profile(Profile(made, fitted), profile)
+        key_file = write_key(Path(directory))
+        profile = None if real else write_profile(plan, Path(directory))
         deployed = config(plan, key_file, profile, real)
         progress.say("a cluster, one prefill and one decode worker on it, the planner acting")
         with LocalCluster(cpus=plan.most * 2 + 2) as cluster:
             cluster.serve(deployed)
             progress.say(f"load steps: {plan.phases}")
-            answers, wall_s = asyncio.run(load(cluster.port, plan, MODEL))
+            with ahead_of_the_server():
+                answers, wall_s = asyncio.run(load(cluster.port, plan, MODEL))
             found = told(cluster.url)
         live = targets_of(found["history"], wall_s)
         failed = [a for a in answers if not a.whole or len(a.tokens) != plan.output_tokens]

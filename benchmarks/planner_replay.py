@@ -45,10 +45,10 @@ from planner.observation import FittedTimes
 from planner.predict import ForecastState, forecast, record
 from planner.predictors import PREDICTORS
 from planner.settings import Targets
-from planner.sim_cluster import MOST_OUTPUT_TOKENS, Cluster
+from planner.sim_cluster import Cluster
 from planner.sim_policies import Means, MeanThroughput, Planner, RequestCount, Static, mean_pools
 from planner.sim_report import Criterion, draw, summary
-from planner.sim_setup import Policy, SimSetup
+from planner.sim_setup import MOST_OUTPUT_TOKENS, Policy, SimSetup
 from planner.sim_worker import EngineTimes, Job
 from planner.simulate import settings_for
 from planner.workload import TraceRequest, load_trace, made_up, servegen_day, traces_dir

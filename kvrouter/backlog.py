@@ -129,6 +129,19 @@ class Backlog:
             ahead += prompt.left_ms
         return ahead
 
+    def until_ms(self, attempt: int, now_s: float) -> float | None:
+        """From now until `attempt` is computed; None: it is not here."""
+        prompt = self._by_attempt.get(attempt)
+        if prompt is None:
+            return None
+        self._work_off(now_s)
+        until = self._others_ms
+        for other in self._queue:
+            until += other.left_ms
+            if other is prompt:
+                break
+        return until
+
     def blocked(
         self, due_s: float, work_ms: float, now_s: float, margin_ms: float, others_due_to_limit_ms: float
     ) -> Blocked | None:

@@ -264,9 +264,12 @@ class WorkerLoad:
         return 0.0 if self._report is None else self._report.step_ms / 1e3
 
     def _learn_step(self, report: LoadLike) -> None:
+        if self.view.role != "decode":
+            return
+        if report.decoded is not None:
+            self.models.step.observe(*report.decoded, report.step_ms)
         # What waits holds blocks that no step reads yet.
-        waiting = report.waiting or report.waiting_tokens
-        if self.view.role == "decode" and report.running > 0 and not waiting:
+        elif report.running > 0 and not report.waiting and not report.waiting_tokens:
             used = report.total_blocks - report.free_blocks
             self.models.step.observe(report.running, used * self.view.block_tokens, report.step_ms)
 
@@ -283,6 +286,10 @@ class WorkerLoad:
     def backlog_ms(self, now_s: float) -> float:
         total = self._backlog.total_ms(now_s)
         return total + self._unreported_ms(now_s, None) if self.frontends > 1 else total
+
+    def until_computed_ms(self, attempt: int, now_s: float) -> float | None:
+        """From now until the prompt of `attempt` is computed; None: it is, or is not computed here."""
+        return self._backlog.until_ms(attempt, now_s)
 
     def made_to_wait(self, due_s: float, now_s: float) -> int:
         """Own prompts that one due then would delay."""

@@ -12,6 +12,10 @@ The fit is recursive least squares with slowly drifting coefficients (Ljung, Sys
 11.2: the Kalman form, which stays stable when all samples are alike) on *relative* errors, so that a prompt
 of 50 ms counts as much as one of 5 s. A sample far off what the recent ones let expect is left out, since
 one stall must not bend the model; many in a row are a change, and are believed.
+
+Small samples say little of large ones: what a short prompt took beyond the prediction could be attention,
+at a price per pair of tokens that would make hours of a long one. So a term is no more uncertain than one
+sample of `reach` would leave it; what is small up to there is learnt beyond it.
 """
 
 from __future__ import annotations
@@ -27,19 +31,25 @@ GATE = 4.0  # samples further off than this many typical errors are left out
 GATE_FLOOR = 0.10  # but never those within 10 %
 TYPICAL_RATE = 0.1  # of the running mean that says what a typical error is
 WARM_UP = 8  # samples before the gate closes; outliers in a row that are a change
+# The features of such a sample, of each model: a prompt of 4,096 tokens, a batch of 32 of 2,048 each.
+PREFILL_REACH = (1.0, 4096.0, 0.5 * 4096 * 4096)
+STEP_REACH = (1.0, 32.0, 32.0 * 2048)
+MOVE_REACH = (1.0, 4096.0)
 FLOOR_MS = 0.01  # times below this are taken as this, so that relative errors exist
 
 
 class LinearModel:
     """ms = sum of coefficient * feature; all coefficients >= 0, starting from a prior."""
 
-    def __init__(self, prior: tuple[float, ...]) -> None:
+    def __init__(self, prior: tuple[float, ...], reach: tuple[float, ...]) -> None:
         """`prior`: from a calibration or a guess. A zero means "believed absent", but may be learnt.
+        `reach`: the features of a sample that is large enough to tell the terms apart.
 
         Raises ValueError on a negative coefficient, or when all are zero.
         """
         if min(prior) < 0 or max(prior) == 0:
             raise ValueError(f"coefficients must be >= 0 and not all 0, got {prior}")
+        self._reach = reach
         self.coefficients = list(prior)
         self.samples = 0  # taken in
         self.evidence = 0  # samples behind the coefficients, those of a peer they were taken from included
@@ -92,11 +102,14 @@ class LinearModel:
         return True
 
     def _spread(self, features: tuple[float, ...], ms: float) -> list[list[float]]:
-        """A covariance under which each term may explain a share of the sample's time."""
+        """A covariance under which each term may explain a share of the sample's time, or of the time that
+        a sample of `reach` is predicted to take, if that is less."""
         n = len(features)
         spread = [[0.0] * n for _ in range(n)]
-        for i, (k, x) in enumerate(zip(self.coefficients, features, strict=True)):
-            sd = max(k, PRIOR_ERROR * ms / x if x > 0 else 0.0)
+        reach_ms = self.ms(self._reach)
+        for i, (k, x, far) in enumerate(zip(self.coefficients, features, self._reach, strict=True)):
+            share = reach_ms / far if x <= 0 else min(ms / x, reach_ms / far)
+            sd = max(k, PRIOR_ERROR * share)
             spread[i][i] = sd * sd
         return spread
 
@@ -107,21 +120,46 @@ class LinearModel:
         noise = min(max(self._typical, 0.01), MOST_NOISE) ** 2
         denominator = noise + sum(x[i] * px[i] for i in range(n))
         for i in range(n):
-            # Clamped: a negative cost per token is never right, however the samples fall.
-            self.coefficients[i] = max(0.0, self.coefficients[i] + px[i] / denominator * error)
+            self.coefficients[i] += px[i] / denominator * error
         for i in range(n):
             for j in range(n):
                 p[i][j] -= px[i] * px[j] / denominator
+        self._lift()
         for i, most in enumerate(self._most):
             # Bounded: what no sample tells of gets no more uncertain than it was at first.
             p[i][i] = min(p[i][i] + DRIFT * DRIFT * most, most) if p[i][i] > 0 else DRIFT * DRIFT * most
+
+    def _lift(self) -> None:
+        """A negative cost per token is never right, however the samples fall: it is 0, and the others are
+        what they are most likely to be then. (To cut it off alone would leave them with its half of a
+        correction, and that may drive them away from the truth.)"""
+        k = self.coefficients
+        if min(k) >= 0:
+            return
+        n = len(k)
+        p = [list(row) for row in self._covariance]
+        for _ in range(n):
+            i = min(range(n), key=k.__getitem__)
+            if k[i] >= 0:
+                return
+            if p[i][i] > 0:
+                gain = [p[j][i] / p[i][i] for j in range(n)]
+                below = k[i]
+                for j in range(n):
+                    k[j] -= gain[j] * below
+                row = list(p[i])
+                for j in range(n):
+                    for m in range(n):
+                        p[j][m] -= gain[j] * row[m]
+            k[i] = 0.0
+        self.coefficients = [max(0.0, value) for value in k]
 
 
 @dataclass(slots=True)
 class PrefillModel:
     """T_prefill of one worker. The prior is 20k tokens/s: use a calibration where there is one."""
 
-    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.05, 0.0)))
+    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.05, 0.0), PREFILL_REACH))
 
     def ms(self, uncached: int, context: int) -> float:
         """Time to compute the last `uncached` tokens of `context`; 0 for none."""
@@ -145,7 +183,7 @@ class PrefillModel:
 class StepModel:
     """T_step of one decode worker, which is the ITL of everyone in its batch."""
 
-    linear: LinearModel = field(default_factory=lambda: LinearModel((10.0, 0.1, 1e-5)))
+    linear: LinearModel = field(default_factory=lambda: LinearModel((10.0, 0.1, 1e-5), STEP_REACH))
 
     def ms(self, batch: int, kv_tokens: int) -> float:
         d, e, f = self.linear.coefficients
@@ -161,7 +199,7 @@ class StepModel:
 class MoveModel:
     """Moving KV between workers. The prior is 128 KiB per token at 25 GB/s."""
 
-    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.005)))
+    linear: LinearModel = field(default_factory=lambda: LinearModel((1.0, 0.005), MOVE_REACH))
 
     def ms(self, tokens: int) -> float:
         """0 for nothing to move."""
@@ -192,7 +230,9 @@ class WorkerModels:
     ) -> WorkerModels:
         """From calibrated (a, b, c), (d, e, f) and (g, h), of so many samples."""
         models = cls(
-            PrefillModel(LinearModel(prefill)), StepModel(LinearModel(step)), MoveModel(LinearModel(move))
+            PrefillModel(LinearModel(prefill, PREFILL_REACH)),
+            StepModel(LinearModel(step, STEP_REACH)),
+            MoveModel(LinearModel(move, MOVE_REACH)),
         )
         for linear in models._linears():
             linear.evidence = evidence

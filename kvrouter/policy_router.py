@@ -315,6 +315,19 @@ class PolicyRouter:
     def in_flight(self) -> int:
         return len(self._attempts)
 
+    def until_computed_ms(self, attempt: int, now_s: float) -> float | None:
+        worker = self._attempts.get(attempt)
+        return None if worker is None else self._loads[worker].until_computed_ms(attempt, now_s)
+
+    def is_uneven(self, by_ms: float, now_s: float) -> bool:
+        least: dict[str, float] = {}
+        most: dict[str, float] = {}
+        for load in self._loads.values():
+            role, backlog_ms = load.view.role, load.backlog_ms(now_s)
+            least[role] = min(backlog_ms, least.get(role, backlog_ms))
+            most[role] = max(backlog_ms, most.get(role, backlog_ms))
+        return any(most[role] - least[role] >= by_ms for role in most)
+
     # ------------------------------------------------------------ what workers say
 
     def on_load(self, ident: str, report: LoadLike, now_s: float) -> None:

@@ -32,6 +32,7 @@ class LoadLike(Protocol):
     # Prompts to compute, soonest due first: attempt, tokens left, due in so many ms; None: not told.
     queue: list[tuple[int, int, int]] | None
     computed_tokens: int | None  # of prompts, since the worker began; None: it does not tell
+    decoded: tuple[int, int] | None  # sequences and KV tokens of a step of decodes alone; None: not told
 
 
 @dataclass(slots=True)
@@ -109,6 +110,12 @@ class Router(Protocol):
 
     def release(self, attempt: int) -> None:
         """Idempotent."""
+
+    def until_computed_ms(self, attempt: int, now_s: float) -> float | None:
+        """From now until its prompt is computed, as predicted; None: no prompt of it is to be computed."""
+
+    def is_uneven(self, by_ms: float, now_s: float) -> bool:
+        """Some worker has so much less to compute than another one of its role. Cheap."""
 
     def on_load(self, ident: str, report: LoadLike, now_s: float) -> None: ...
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import random
-from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,14 @@ from kvrouter.events import CacheEvents
 from kvrouter.index import PrefixIndex
 from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import PolicyRouter, build_router
-from kvrouter.router import RouterRequest, WorkerView
+from kvrouter.requeue import (
+    LEAST_GAIN_MS,
+    LEAST_WAIT_S,
+    LOOK_AGAIN_S,
+    MOST_REQUEUES,
+    is_sooner_elsewhere,
+)
+from kvrouter.router import WorkerView
 from planner.observation import Arrival, FittedTimes, Observation, PoolSeen, VariantDecision
 from planner.observe import Observer
 from planner.sim_setup import (
@@ -33,16 +39,16 @@ from planner.sim_setup import (
     Replica,
     Sample,
     SimSetup,
+    asks,
     cost_of_leaving,
     places,
+    sample,
 )
 from planner.sim_worker import Job, SimWorker
 from planner.workload import BLOCK_TOKENS, TraceRequest
 from serving.errors import NoWorker
 
 __all__ = ["Cluster"]
-
-MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
 
 
 class Cluster:
@@ -96,6 +102,7 @@ class Cluster:
         end_s = requests[-1].arrival_s if requests else 0.0
         self.observer.reported(0.0)
         self._tick(0.0)
+        self._push(LOOK_AGAIN_S, "requeue", None)
         while request is not None or (events and (self._live or self._held)):
             if request is not None and (not events or request.arrival_s <= events[0][0]):
                 self._arrive(request)
@@ -116,6 +123,8 @@ class Cluster:
                     self._become_ready(self.workers[what], now_s)
             elif kind == "fail":
                 self._fail(self.workers[what], now_s)
+            elif kind == "requeue":
+                self._requeue(now_s)
         self.end_s = max([end_s, *(job.finished_s or 0.0 for job in self.jobs)])
 
     @property
@@ -131,13 +140,8 @@ class Cluster:
         self.jobs.append(job)
         self._place(job, request.arrival_s, first=True)
 
-    def _place(self, job: Job, now_s: float, *, first: bool = False) -> None:
-        wanted = RouterRequest(
-            tokens=array("I", bytes(4 * job.context_tokens)),  # only its length is looked at
-            namespace=0,
-            max_tokens=MOST_OUTPUT_TOKENS,
-            hashes=job.request.hashes,
-        )
+    def _place(self, job: Job, now_s: float, *, first: bool = False, avoid: str | None = None) -> None:
+        wanted = asks(job, avoid)
         try:
             choice = self._router.choose(wanted, now_s)
         except NoWorker:
@@ -161,6 +165,28 @@ class Cluster:
         worker = self.workers[job.prefill]
         worker.engine.submit(job, now_s)
         self._after(worker, now_s)
+
+    def _requeue(self, now_s: float) -> None:
+        """As `serving.requeue` does."""
+        self._push(now_s + LOOK_AGAIN_S, "requeue", None)
+        if not self._router.is_uneven(LEAST_GAIN_MS, now_s):
+            return
+        waiting = [job for worker in self.workers.values() for job in worker.engine.waiting()]
+        for job in sorted(waiting, key=lambda job: job.request.arrival_s):
+            if now_s - job.request.arrival_s < LEAST_WAIT_S or job.requeued >= MOST_REQUEUES:
+                continue
+            wanted = asks(job, avoid=job.prefill)
+            try:
+                sooner = is_sooner_elsewhere(self._router, job.attempt, job.prefill, wanted, now_s)
+            except NoWorker:
+                return
+            if sooner:
+                old = self.workers[job.prefill]
+                old.engine.withdraw(job, now_s)
+                self._release(job)
+                job.requeued += 1
+                self._place(job, now_s, avoid=old.ident)
+                self._after(old, now_s)
 
     def _after(self, worker: Replica, now_s: float) -> None:
         """Something changed on the worker: say what began, plan its next event, let it go if it may."""
@@ -312,27 +338,8 @@ class Cluster:
         observation = self._observe(now_s)
         decision = self.policy.decide(observation, now_s).variants[VARIANT]
         self._apply(decision, now_s)
-        roles = [sum(1 for w in self._ready(role)) for role in ROLES]
-        states = [w.state for w in self.workers.values()]
-        self.samples.append(
-            Sample(
-                at_s=now_s,
-                ready=(roles[0], roles[1]),
-                starting=states.count("starting") + states.count("pending"),
-                draining=states.count("draining")
-                + sum(1 for w in self.workers.values() if w.becomes is not None),
-                queued=sum(w.engine.queued for w in self.workers.values()),
-                decoding=sum(w.engine.batch for w in self.workers.values()),
-                targets=decision.roles,
-                reason=decision.reason,
-            )
-        )
+        self.samples.append(sample(now_s, list(self.workers.values()), decision))
         self._push(now_s + self.policy.interval_s, "tick", None)
-
-    def _ready(self, role: str) -> list[Replica]:
-        return [
-            w for w in self.workers.values() if w.state == "ready" and w.role == role and w.becomes is None
-        ]
 
     def _observe(self, now_s: float) -> Observation:
         pools: dict[str, PoolSeen] = {}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrouter.deadline import Order
-from kvrouter.router import Choice
-from planner.observation import Decision, Observation
+from kvrouter.router import Choice, RouterRequest
+from planner.observation import Decision, Observation, VariantDecision
 from planner.sim_worker import EngineTimes, Job, SimWorker
 
 __all__ = [
+    "MOST_OUTPUT_TOKENS",
     "ROLES",
     "VARIANT",
     "Admit",
@@ -18,10 +21,13 @@ __all__ = [
     "Replica",
     "Sample",
     "SimSetup",
+    "asks",
     "cost_of_leaving",
     "places",
+    "sample",
 ]
 
+MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
 VARIANT = "main"
 ROLES = ("prefill", "decode")
 
@@ -83,6 +89,34 @@ class Sample:
     decoding: int
     targets: tuple[int, int]
     reason: str
+
+
+def sample(now_s: float, workers: Sequence[Replica], decision: VariantDecision) -> Sample:
+    """What is there at a tick that decided so."""
+    states = [worker.state for worker in workers]
+    staying = [w for w in workers if w.state == "ready" and w.becomes is None]
+    prefill, decode = (sum(1 for w in staying if w.role == role) for role in ROLES)
+    return Sample(
+        at_s=now_s,
+        ready=(prefill, decode),
+        starting=states.count("starting") + states.count("pending"),
+        draining=states.count("draining") + sum(1 for w in workers if w.becomes is not None),
+        queued=sum(w.engine.queued for w in workers),
+        decoding=sum(w.engine.batch for w in workers),
+        targets=decision.roles,
+        reason=decision.reason,
+    )
+
+
+def asks(job: Job, avoid: str | None) -> RouterRequest:
+    """What it asks of the router; `avoid`: a worker that is taken only when nobody else is left."""
+    return RouterRequest(
+        tokens=array("I", bytes(4 * job.context_tokens)),  # only its length is looked at
+        namespace=0,
+        max_tokens=MOST_OUTPUT_TOKENS,
+        avoid=frozenset() if avoid is None else frozenset((avoid,)),
+        hashes=job.request.hashes,
+    )
 
 
 def places(job: Job) -> tuple[str, ...]:

@@ -97,6 +97,7 @@ class Job:
     finished_s: float | None = None
     first_own_ms: float = 0.0  # own_ms of the attempt that gave the first token
     resumed: int = 0
+    requeued: int = 0
     rejected: bool = False
 
 
@@ -146,6 +147,16 @@ class SimWorker:
         elif self._waiting[0][0] < self._running.due_s:
             border = math.ceil(self._done_ms / CHUNK_MS) * CHUNK_MS
             self._slice_ms = min(self._slice_ms, max(border, TINY))
+
+    def waiting(self) -> list[Job]:
+        """Prompts that have not begun."""
+        return [job for _, _, job in self._waiting if job.cached_tokens is None]
+
+    def withdraw(self, job: Job, now_s: float) -> None:
+        """Take back a prompt that has not begun."""
+        self._go_to(now_s)
+        self._waiting.remove((job.due_s, job.attempt, job))
+        heapq.heapify(self._waiting)
 
     def hand_over(self, job: Job, now_s: float) -> None:
         """Its KV is here; decode begins as soon as there is room."""

@@ -43,7 +43,9 @@ class Profile:
 
     def models(self) -> WorkerModels:
         """For a router or an engine to start from."""
-        return WorkerModels.from_priors(prefill=self.times.prefill, step=self.times.step)
+        return WorkerModels.from_priors(
+            prefill=self.times.prefill, step=self.times.step, evidence=self.times.samples
+        )
 
 
 def save_profile(profile: Profile, path: Path) -> None:

@@ -215,7 +215,7 @@ class PlannerConfig(Section, frozen=True):
     budget: Budget = Budget()
     predictor: Literal["blend", "last", "shape", "arima"] = "blend"
     startup_s: Annotated[float, Meta(ge=0, le=3600)] = 60
-    down_window_s: Annotated[float, Meta(ge=0, le=86_400)] = 240
+    down_window_s: Annotated[float, Meta(ge=0, le=86_400)] = 180
     flips: bool = True
     idle_to_zero_s: Annotated[float, Meta(ge=0)] | None = None
 

@@ -35,6 +35,7 @@ from serving.generation import GenerationRequest, Sink
 from serving.lateness import Lateness, to_blame
 from serving.moving import MOVED, Mover
 from serving.placement import Placer
+from serving.requeue import Requeuer
 from serving.retry_budget import RetryBudget
 from serving.run import Run, Stage, WorkerEntry
 from serving.wire import STEP, Ended, FrontendReport, Step, unpack_u32, unpack_u64
@@ -78,6 +79,7 @@ class Coordinator:
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
         self._mover = Mover(self._live, self._placer, metrics, able=capabilities.migrate_kv)
+        self._requeuer = Requeuer(self._live, self._placer, metrics)
         self._demand = Demand()
 
     @property
@@ -430,3 +432,4 @@ class Coordinator:
             for worker in blamed:
                 self._count_failure(worker, now)
             self._retry(run, DeadlineExceeded(f"no progress in stage {late}"), now)
+        self._requeuer.sweep(now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from serving.replica import (
     follow_members,
     log_to_stderr,
     replica_identity,
+    warn_if_nice,
     warn_without_flags,
 )
 from serving.served_model import load_served_model
@@ -48,6 +50,7 @@ class Frontend:
     async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:  # type: ignore[misc]
         log_to_stderr()
         warn_without_flags()
+        warn_if_nice(logging.getLogger("kvrelay.frontend"))
         config = load_config(args)
         served = {}
         for model in config.models:

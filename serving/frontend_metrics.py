@@ -40,6 +40,9 @@ class FrontendMetrics:
         self.output_tokens = registry.histogram("output_tokens", "Output lengths", TOKEN_BUCKETS)
         self.hit_tokens = registry.counter("prefix_hit_tokens", "Prompt tokens found in a cache")
         self.resumes = registry.counter("resumes", "Requests that went on after an attempt failed")
+        self.requeued = registry.counter(
+            "requeued", "Prompts that waited on one worker and went to another one that was free"
+        )
         self.attempt_failures = registry.counter("attempt_failures", "Attempts that failed")
         self.retries_refused = registry.counter(
             "retries_refused", "Failed attempts that were not tried elsewhere, by reason", ("reason",)

@@ -30,6 +30,7 @@ def load_report(load: Load, role: str, moves: Moves, now_s: float) -> LoadReport
         move_ms=moves.ms,
         queue=queue,
         computed_tokens=load.computed_tokens,
+        decoded=load.decoded,
     )
 
 

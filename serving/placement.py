@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from kvrouter.hashing import namespace_seed
+from kvrouter.requeue import is_sooner_elsewhere
 from kvrouter.router import Choice, Router, RouterRequest
 from serving.breaker import Breakers
 from serving.engine.base import Mode
@@ -51,15 +52,19 @@ class Placer:
         # Attempt ids are unique over all frontends and restarts: 31 random bits, 32 counted ones.
         self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
 
-    def place(self, run: Run, now: float) -> Choice:
-        """Choose workers and send the attempts. Raises NoWorker, Refused; then nothing was sent."""
+    def place(self, run: Run, now: float, *, avoid: str | None = None) -> Choice:
+        """Choose workers and send the attempts. Raises NoWorker, Refused; then nothing was sent.
+
+        `avoid`: one that is taken only when nobody else is left.
+        """
         request = run.request
-        wanted = self._wanted(run, now)
+        wanted = self._wanted(run, now, avoid=avoid)
         began_s = perf_counter()
         choice = self.router.choose(wanted, now)
         self._metrics.decision.observe(perf_counter() - began_s)
         if self._gate is not None and run.placements == 0:
             self._gate.check(request, wanted, choice, now)
+            run.limit_s = wanted.limit_s
         self._note(run, choice)
         run.placements += 1
         run.tries += 1
@@ -83,6 +88,18 @@ class Placer:
             request.request_id, choice.prefill, choice.decode, choice.reasons,
         )  # fmt: skip
         return choice
+
+    def is_sooner_elsewhere(self, run: Run, waiting: Attempt, now: float) -> bool:
+        """Another worker is predicted to have computed its prompt well before `waiting` has, which has not
+        begun. Raises NoWorker."""
+        wanted = self._wanted(run, now, avoid=waiting.worker)
+        return is_sooner_elsewhere(self.router, waiting.ident, waiting.worker, wanted, now)
+
+    def place_elsewhere(self, run: Run, waiting: Attempt, now: float) -> None:
+        """Take its attempts back and place it anew. Raises NoWorker; then it has none."""
+        for attempt in list(run.attempts.values()):
+            self.take_back(run, attempt)
+        self.place(run, now, avoid=waiting.worker)
 
     def move(self, run: Run, source: Attempt, now: float) -> None:
         """Start to move `run`, which decodes as `source`, to another decode worker with its KV.
@@ -116,14 +133,16 @@ class Placer:
 
     # ------------------------------------------------------------ inside
 
-    def _wanted(self, run: Run, now: float) -> RouterRequest:
+    def _wanted(self, run: Run, now: float, avoid: str | None = None) -> RouterRequest:
         request = run.request
+        avoided = self.breakers.avoid(now) | run.failed_on
         return RouterRequest(
             tokens=request.prompt + run.sent if run.sent else request.prompt,
             namespace=namespace_seed(self._model, adapter=request.adapter, salt=request.cache_salt or None),
             max_tokens=request.params.max_tokens - len(run.sent),
             session=request.session,
-            avoid=self.breakers.avoid(now) | run.failed_on,
+            avoid=avoided if avoid is None else avoided | {avoid},
+            limit_s=run.limit_s,
         )
 
     def _submit(

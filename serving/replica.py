@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Callable
 
@@ -45,6 +46,17 @@ def warn_without_flags() -> None:
         logging.getLogger("kvrelay.frontend").warning(
             "Ray was started without RAY_SERVE_ENABLE_HA_PROXY=1 and RAY_SERVE_THROUGHPUT_OPTIMIZED=1: "
             "a token costs about ten times the CPU, the first comes 10 ms later (see `kvrelay env`)"
+        )
+
+
+def warn_if_nice(log: logging.Logger) -> None:
+    """Once per frontend and worker: Ray's processes start at niceness 0 and, by default, serve at 15."""
+    niceness = os.getpriority(os.PRIO_PROCESS, 0)
+    if niceness > 0:
+        log.warning(
+            "Ray was started without RAY_worker_niceness=0: this replica serves at niceness %d, and on a "
+            "busy machine it waits for whatever starts there (see `kvrelay env`)",
+            niceness,
         )
 
 

@@ -69,7 +69,9 @@ class Run:
         "final",
         "info",
         "last_s",
+        "limit_s",
         "logprobs",
+        "look_after_s",
         "move",
         "move_after_s",
         "next_position",
@@ -78,6 +80,7 @@ class Run:
         "placements",
         "predicted_ttft_s",
         "request",
+        "requeues",
         "sent",
         "sink",
         "stage",
@@ -98,8 +101,11 @@ class Run:
         self.failed_steps = 0  # engines that raised while they computed it
         self.placements = 0
         self.tries = 0  # placements since a token was decoded
+        self.requeues = 0  # placements because another worker would compute it sooner
+        self.look_after_s = 0.0  # whether one would: not before
         self.waits_after: Unavailable | None = None  # why it was taken back, while no worker is there
         self.predicted_ttft_s: float | None = None  # by the router, at the last placement
+        self.limit_s = float("inf")  # when its first token should be out, as admission said
         self.sent: array[int] = array("I")  # generated tokens the sink already has
         self.next_position = 0
         self.early: dict[int, tuple[int, TokenLogprobs | None]] = {}  # position -> token that overtook

@@ -32,6 +32,7 @@ from serving.replica import (
     link_host,
     log_to_stderr,
     replica_identity,
+    warn_if_nice,
 )
 from serving.times_check import check_times
 from serving.wire import Register
@@ -49,6 +50,7 @@ class Worker:
         self, args: dict[str, Any], model: str, variant: str, role: str, control: DeploymentHandle
     ) -> None:
         log_to_stderr()
+        warn_if_nice(logging.getLogger("kvrelay.worker"))
         config = load_config(args)
         me = replica_identity("worker", config.link)
         key = link_key(config.link, application_name())

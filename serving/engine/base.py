@@ -214,6 +214,9 @@ class Load:
     # The first prompts to compute, by when they are due: attempt, tokens left, due. None: it does not tell.
     prompts: list[tuple[AttemptId, int, float]] | None = None
     computed_tokens: int | None = None  # of prompts, in all
+    # Sequences that the step decoded and the KV tokens they held; (0, 0) if it computed prompts as well.
+    # None: it does not tell.
+    decoded: tuple[int, int] | None = None
 
 
 @dataclass(slots=True)

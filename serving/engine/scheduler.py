@@ -74,6 +74,7 @@ class Scheduler:
         self._decodes: list[LiveSequence] = []  # oldest first
         self._short: list[LiveSequence] = []  # decodes without a block for their next token
         self._shares = Shares(block_tokens)
+        self._decoded: tuple[int, int] = (0, 0)  # by the last step: see Load
         self._out = StepOutput(self.load())
 
     # ------------------------------------------------------------ verbs
@@ -248,6 +249,7 @@ class Scheduler:
             blocks=self.pool.states(),
             prompts=self._prompts.first(),
             computed_tokens=self.counters.prompt_tokens_computed,
+            decoded=self._decoded,
         )
 
     def schedule(self, decode: bool = True) -> StepPlan:
@@ -290,8 +292,10 @@ class Scheduler:
         block_tokens, context = self._block_tokens, self._context_tokens
         attempts, positions, column = out.attempts, out.positions, out.tokens
         ended: list[tuple[LiveSequence, FinishReason]] = []
+        held = 0
         for seq, token in zip(cast(list[LiveSequence], plan.decodes), tokens, strict=False):
             computed = seq.computed = seq.computed + 1
+            held += computed
             text = seq.tokens
             text.append(token)
             n_generated = len(text) - seq.n_prompt
@@ -307,6 +311,7 @@ class Scheduler:
                 ended.append((seq, reason))
             elif len(text) >= context:
                 ended.append((seq, FinishReason.LENGTH))
+        self._decoded = (0, 0) if plan.prefills else (len(plan.decodes), held)
         for seq, reason in ended:
             self._finish(seq, reason)
         if ended:

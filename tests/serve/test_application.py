@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from benchmarks.sse_client import request_bytes
+from serving.local_cluster import LocalCluster
 from tests.serve.client import Client
 from tests.serve.conftest import AGGREGATED, REAL
 from tests.serve.metrics import Scrape
@@ -48,6 +49,13 @@ def test_prefill_and_decode_are_different_processes(client: Client, scrape: Scra
     assert scrape.total("kvrelay_tokens_generated_total", model="sim", pool="prefill") >= 1
     assert scrape.total("kvrelay_kv_content_checks_total", model="sim", pool="decode") > 0
     assert scrape.total("kvrelay_kv_content_errors_total") == 0
+
+
+def test_replicas_are_no_nicer_than_what_starts_beside_them(cluster: LocalCluster) -> None:
+    """Ray would have them at niceness 15: on a busy machine whatever starts takes their time."""
+    replicas = [p for p in cluster.processes() if "ray::ServeReplica" in " ".join(p.cmdline())]
+    assert replicas
+    assert {process.nice() for process in replicas} == {0}
 
 
 def test_usage_tells_the_prefix_hit(client: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import pytest
 
@@ -43,10 +44,12 @@ from serving.wire import (
 class Bench:
     """A coordinator over workers that record what they were sent."""
 
-    def __init__(self, prefill: int = 1, decode: int = 1, max_inflight: int = 100) -> None:
+    def __init__(
+        self, prefill: int = 1, decode: int = 1, max_inflight: int = 100, policy: str = "least_tokens"
+    ) -> None:
         self.now = 100.0
         self.sent: dict[str, list[Message]] = {}
-        self.router = build_router("least_tokens", local=False)
+        self.router = build_router(policy, local=False)
         self.entries: dict[str, WorkerEntry] = {}
         for role, count in (("prefill", prefill), ("decode", decode)):
             for index in range(count):
@@ -72,12 +75,18 @@ class Bench:
         self.router.remove_worker(ident)
         self.coordinator.on_worker_lost(ident)
 
-    def start(self, max_tokens: int = 4, logprobs: int | None = None, temperature: float = 1.0):
+    def start(
+        self,
+        max_tokens: int = 4,
+        logprobs: int | None = None,
+        temperature: float = 1.0,
+        prompt: Sequence[int] = (1, 2, 3),
+    ):
         sink = CollectedText()
         request = GenerationRequest(
             "r",
             "m",
-            array("I", [1, 2, 3]),
+            array("I", prompt),
             SamplingParams(max_tokens=max_tokens, seed=1, logprobs=logprobs, temperature=temperature),
         )
         return self.coordinator.start(request, sink), sink

@@ -6,7 +6,16 @@ import random
 
 import pytest
 
-from kvrouter.perf_model import LinearModel, MoveModel, PrefillModel, StepModel, WorkerModels
+from kvrouter.perf_model import (
+    MOVE_REACH,
+    PREFILL_REACH,
+    STEP_REACH,
+    LinearModel,
+    MoveModel,
+    PrefillModel,
+    StepModel,
+    WorkerModels,
+)
 
 TRUE_PREFILL = (4.0, 0.08, 3e-6)
 
@@ -28,7 +37,7 @@ def learn(
 
 
 def test_formula_counts_attention_of_the_last_tokens() -> None:
-    model = PrefillModel(LinearModel((1.0, 2.0, 3.0)))
+    model = PrefillModel(LinearModel((1.0, 2.0, 3.0), PREFILL_REACH))
     # tokens 7..10 of 10: 4 * (10 - 2) = 32 pairs
     assert model.ms(4, 10) == 1 + 2 * 4 + 3 * 32
     assert model.ms(0, 10) == 0
@@ -43,20 +52,22 @@ def test_same_tokens_cost_more_behind_a_longer_prefix() -> None:
     "factor", [0.1, 1.0, 10.0], ids=["prior 10x fast", "prior right", "prior 10x slow"]
 )
 def test_learns_whatever_the_prior(factor: float) -> None:
-    model = PrefillModel(LinearModel((TRUE_PREFILL[0] * factor, TRUE_PREFILL[1] * factor, 0.0)))
+    model = PrefillModel(
+        LinearModel((TRUE_PREFILL[0] * factor, TRUE_PREFILL[1] * factor, 0.0), PREFILL_REACH)
+    )
     learn(model, 300)
     for uncached, context in ((100, 100), (1000, 30_000), (8000, 8000), (30_000, 60_000)):
         assert model.ms(uncached, context) == pytest.approx(prefill_ms(uncached, context), rel=0.08)
 
 
 def test_few_samples_are_enough_to_be_near() -> None:
-    model = PrefillModel(LinearModel((1.0, 0.01, 0.0)))
+    model = PrefillModel(LinearModel((1.0, 0.01, 0.0), PREFILL_REACH))
     learn(model, 20)
     assert model.ms(8000, 8000) == pytest.approx(prefill_ms(8000, 8000), rel=0.25)
 
 
 def test_outlier_is_left_out() -> None:
-    model = PrefillModel(LinearModel((1.0, 0.05, 0.0)))
+    model = PrefillModel(LinearModel((1.0, 0.05, 0.0), PREFILL_REACH))
     learn(model, 300)
     before = list(model.linear.coefficients)
     assert not model.observe(1000, 1000, 50 * prefill_ms(1000, 1000))
@@ -66,7 +77,7 @@ def test_outlier_is_left_out() -> None:
 
 
 def test_lasting_change_is_believed() -> None:
-    model = PrefillModel(LinearModel((1.0, 0.05, 0.0)))
+    model = PrefillModel(LinearModel((1.0, 0.05, 0.0), PREFILL_REACH))
     learn(model, 300)
     learn(model, 120, scale=3.0, seed=2)
     assert model.ms(8000, 8000) == pytest.approx(3 * prefill_ms(8000, 8000), rel=0.15)
@@ -81,7 +92,7 @@ def test_coefficients_never_go_below_zero() -> None:
 
 
 def test_step_time_is_learnt() -> None:
-    model = StepModel(LinearModel((10.0, 0.1, 0.0)))
+    model = StepModel(LinearModel((10.0, 0.1, 0.0), STEP_REACH))
     generator = random.Random(4)
     for _ in range(400):
         batch, kv = generator.randint(1, 128), generator.randint(1000, 400_000)
@@ -101,6 +112,37 @@ def test_a_day_of_equal_samples_does_no_harm() -> None:
     assert model.ms(8, 90_000) == pytest.approx(20.0, rel=0.05)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_short_prompts_say_little_of_long_ones(seed: int) -> None:
+    """Overheads that vary are no attention: 226 times too long were predicted, and refused."""
+    generator, model = random.Random(seed), PrefillModel()
+    for _ in range(40):
+        length = generator.randint(24, 80)
+        model.observe(length, length, 0.05 * length + generator.choice([0.5, 1, 1, 1, 2, 5]))
+    assert model.ms(6000, 6000) == pytest.approx(301, rel=2)
+    assert model.ms(100_000, 100_000) == pytest.approx(5001, rel=3)
+    # And attention is learnt as soon as long ones come.
+    for _ in range(40):
+        length = generator.randint(2000, 8000)
+        model.observe(length, length, 1 + 0.05 * length + 1.3e-5 * length * length / 2)
+    assert model.ms(8000, 8000) == pytest.approx(1 + 400 + 416, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_batches_say_little_of_large_ones(seed: int) -> None:
+    generator, model = random.Random(seed), StepModel()
+    for _ in range(40):
+        batch = generator.randint(1, 3)
+        kv = batch * generator.randint(30, 120)
+        model.observe(batch, kv, 20 + 0.2 * batch + generator.choice([0, 0, 0, 1, 3, 8]))
+    assert model.ms(64, 64 * 1024) == pytest.approx(33.5, rel=2)
+    for _ in range(40):
+        batch = generator.randint(16, 64)
+        kv = batch * generator.randint(500, 2000)
+        model.observe(batch, kv, 20 + 0.2 * batch + 1e-4 * kv)
+    assert model.ms(64, 64 * 1024) == pytest.approx(20 + 12.8 + 6.6, rel=0.05)
+
+
 @pytest.mark.parametrize("ms", [0.0, -1.0])
 def test_times_that_cannot_be_teach_nothing(ms: float) -> None:
     model = MoveModel()
@@ -112,7 +154,7 @@ def test_times_that_cannot_be_teach_nothing(ms: float) -> None:
 @pytest.mark.parametrize("prior", [(-1.0, 1.0), (0.0, 0.0)])
 def test_priors_that_cannot_be_are_refused(prior: tuple[float, float]) -> None:
     with pytest.raises(ValueError, match="coefficients"):
-        LinearModel(prior)
+        LinearModel(prior, MOVE_REACH)
 
 
 def test_new_worker_starts_from_what_a_peer_knows() -> None:

@@ -287,3 +287,32 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     trace = ["--trace", "conversation", "--traces", str(tmp_path)]
     assert main([*trace, "--out", str(tmp_path / "x")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+# ------------------------------------------------------------ queues that move
+
+
+def test_a_prompt_that_waits_can_be_taken_back() -> None:
+    engine = worker()
+    first, second = job(1, 1000), job(2, 2000)
+    engine.submit(first, 0.0)
+    engine.submit(second, 0.0)
+    assert engine.waiting() == [second]
+    engine.withdraw(second, 0.05)
+    assert [at for at, _, _ in finish(engine)] == [pytest.approx(0.1)]
+
+
+def test_what_waits_when_workers_come_is_shared_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst fills the one worker there is; the others come 20 s later."""
+    burst = [TraceRequest(0.1 * n, 4000 + n, 4) for n in range(200)]
+    shared = simulated(planner(), burst)
+    monkeypatch.setattr("planner.sim_cluster.MOST_REQUEUES", 0)
+    left_alone = simulated(planner(), burst)
+
+    def longest_s(run: Cluster) -> float:
+        return max((job.first_token_s or np.inf) - job.request.arrival_s for job in run.jobs)
+
+    assert longest_s(shared) < 0.7 * longest_s(left_alone)
+    assert sum(job.requeued for job in shared.jobs) >= 50
+    assert all(job.finished_s is not None for job in shared.jobs)
+    assert shared._router.in_flight == 0

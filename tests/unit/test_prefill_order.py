@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.deadline import LONGEST_MS, SLACK_MS, Order
-from kvrouter.perf_model import LinearModel, PrefillModel
+from kvrouter.perf_model import PREFILL_REACH, LinearModel, PrefillModel
 from serving.engine.base import AttemptId, Mode, Work
 from serving.engine.prefill_order import FEWEST_SAMPLES, PrefillOrder
 from serving.engine.sequence import PrefillSlice, Sequence, StepPlan
@@ -89,7 +89,7 @@ def test_an_engine_that_takes_no_time_is_no_trouble(ms: float) -> None:
 
 
 def test_a_calibration_is_where_it_starts() -> None:
-    order = PrefillOrder(Order.DEADLINE, 512, PrefillModel(LinearModel((0.0, 1.0, 0.0))))
+    order = PrefillOrder(Order.DEADLINE, 512, PrefillModel(LinearModel((0.0, 1.0, 0.0), PREFILL_REACH)))
     assert order.due_s(0, 100, 400, 0.0) == pytest.approx(2.1)
 
 

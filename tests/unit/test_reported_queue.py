@@ -28,6 +28,7 @@ class Report:
     move_ms: float = 0.0
     queue: list[tuple[int, int, int]] | None = None
     computed_tokens: int | None = None
+    decoded: tuple[int, int] | None = None
 
 
 def worker(frontends: int = 2) -> WorkerLoad:
@@ -144,3 +145,33 @@ def test_peers_without_samples_follow_the_first_one() -> None:
     assert first.models.prefill.ms(1000, 1000) == pytest.approx(1000)
     assert second.models.prefill.ms(1000, 1000) == pytest.approx(1000)
     assert second.models.prefill.linear.evidence == 1
+
+
+def decode_worker() -> WorkerLoad:
+    models = WorkerModels.from_priors(step=(10.0, 0.1, 1e-5))
+    return WorkerLoad(WorkerView("d", "decode", 16, 1000, 64), models, Order.DEADLINE, 2)
+
+
+def test_a_step_is_learnt_while_others_wait_for_their_kv() -> None:
+    """Behind a backlog of prompts something always waits on the decode workers: nothing was learnt then."""
+    load = decode_worker()
+    for n in range(40):
+        batch, held = 4 + n % 8, 4000 + 500 * (n % 7)
+        ms = 20 + 0.5 * batch + 1e-3 * held
+        load.report(Report(running=batch, waiting=30, step_ms=ms, decoded=(batch, held)), 10.0 + n)
+    assert load.models.step.linear.samples == 40
+    assert load.models.step.ms(8, 5500) == pytest.approx(29.5, rel=0.03)
+
+
+def test_a_step_that_computed_prompts_too_says_nothing_of_decodes() -> None:
+    load = decode_worker()
+    load.report(Report(running=4, step_ms=80.0, decoded=(0, 0)), 10.0)
+    assert load.models.step.linear.samples == 0
+
+
+def test_an_engine_that_does_not_tell_is_believed_while_nothing_waits() -> None:
+    load = decode_worker()
+    load.report(Report(running=4, free_blocks=90, waiting=1, step_ms=20.0), 10.0)
+    assert load.models.step.linear.samples == 0
+    load.report(Report(running=4, free_blocks=90, step_ms=20.0), 11.0)
+    assert load.models.step.linear.samples == 1

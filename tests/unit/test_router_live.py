@@ -38,6 +38,7 @@ class Report:
     move_ms: float = 0.0
     queue: list[tuple[int, int, int]] | None = None
     computed_tokens: int | None = None
+    decoded: tuple[int, int] | None = None
 
 
 def models() -> WorkerModels:

@@ -18,6 +18,10 @@ def load_of(
     sent_tokens = sum(len(live.work.tokens) for live in prompts)
     queued = None if reading is None else reading.queued_prompt_tokens
     computed = None if reading is None else reading.prompt_tokens
+    decoded: tuple[int, int] | None = None
+    if reading is not None and reading.decoding is not None:
+        held = sum(len(live.work.tokens) + live.taken for live in lives if live.stage is Stage.COMPUTING)
+        decoded = (0, 0) if reading.prompt_tokens else (reading.decoding, held)
     return Load(
         step=step,
         running=len(lives) - len(prompts) - moving,
@@ -27,6 +31,7 @@ def load_of(
         step_ms=0.0 if reading is None else reading.step_ms,
         runnable=is_runnable(lives),
         blocks=blocks,
+        decoded=decoded,
     )
 
 

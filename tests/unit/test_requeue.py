@@ -1,0 +1,143 @@
+"""Prompts that wait on one worker, while another one is free."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.requeue import LOOK_AGAIN_S, MOST_REQUEUES
+from serving.engine.base import Mode
+from serving.requeue import LOOKS_A_SWEEP
+from serving.run import Stage
+from serving.wire import Begun, Step, Submit
+from tests.unit.test_coordinator import Bench
+
+LONG = 40_000  # two seconds, by the prior of 20k tokens a second
+
+
+def long_prompt(index: int) -> range:
+    return range(index + 1, index + 1 + LONG + index)
+
+
+def bench_with_queue(runs: int = 6) -> Bench:
+    """All of them on `p0`, the first one begun; no two share a prefix."""
+    bench = Bench(policy="ttft_regret")
+    for index in range(runs):
+        bench.start(prompt=long_prompt(index))
+    begin(bench, "p0", 0)
+    return bench
+
+
+def begin(bench: Bench, worker: str, index: int) -> None:
+    bench.coordinator.on_step(Step(begun=[Begun(bench.submits(worker)[index].attempt, 0)]))
+
+
+def sweeps(bench: Bench, seconds: float) -> None:
+    until = bench.now + seconds
+    while bench.now < until:
+        bench.now += 0.25
+        bench.coordinator.sweep()
+
+
+def lengths(submits: list[Submit]) -> list[int]:
+    return [len(submit.tokens) // 4 for submit in submits]
+
+
+def test_a_new_worker_takes_its_part_of_what_already_waits():
+    bench = bench_with_queue()
+    sweeps(bench, 2)
+    assert len(bench.submits("p0")) == 6
+    bench.add("p1", "prefill")
+    sweeps(bench, 2)
+    moved = bench.submits("p1")
+    assert 2 <= len(moved) <= 3, "about half of the five that wait"
+    assert lengths(moved)[0] == LONG + 2, "the next one is soon begun where it is; the oldest after it goes"
+    assert len(bench.cancels("p0")) == len(moved)
+    assert bench.coordinator.attempts_in_flight == bench.router.in_flight == 12
+
+
+def test_pools_are_not_compared_with_each_other():
+    """Prefill workers are busy, decode workers have no prompts at all: that is as it should be."""
+    bench = Bench(prefill=2, decode=2, policy="ttft_regret")
+    for index in range(4):
+        bench.start(prompt=long_prompt(index))
+    assert not bench.router.is_uneven(1000, bench.now)
+    bench.add("p2", "prefill")
+    assert bench.router.is_uneven(1000, bench.now)
+
+
+def test_what_was_moved_is_a_request_like_any_other():
+    bench = bench_with_queue(3)
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    (prefill,) = bench.submits("p1")
+    decode = bench.submits("d0")[-1]
+    assert decode.mode == Mode.DECODE
+    assert decode.handoff.attempt == prefill.attempt
+    bench.coordinator.on_step(Step(begun=[Begun(prefill.attempt, 0)]))
+    bench.tokens(prefill.attempt, 0, 10)
+    bench.tokens(decode.attempt, 1, 11, 12, 13, ended="length")
+    assert bench.coordinator.in_flight == 2
+
+
+def test_the_old_workers_late_word_is_about_nobody():
+    bench = bench_with_queue(3)
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    (old,) = bench.cancels("p0")
+    bench.coordinator.on_step(Step(begun=[Begun(old, 0)]))
+    bench.tokens(old, 0, 99)
+    assert bench.coordinator.in_flight == 3
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nothing_moves_where_nothing_is_gained(workers: int):
+    bench = Bench(prefill=workers, policy="ttft_regret")
+    for index in range(8):
+        bench.start(prompt=long_prompt(index))
+    sweeps(bench, 4)
+    assert bench.cancels("p0") == []
+
+
+def test_what_has_begun_stays():
+    bench = bench_with_queue(1)
+    bench.add("p1", "prefill")
+    sweeps(bench, 5)
+    assert bench.submits("p1") == []
+
+
+def test_its_time_in_the_queue_and_its_tries_go_on():
+    bench = bench_with_queue(4)
+    runs = list(bench.coordinator._live)
+    began = [run.stage_s for run in runs]
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    moved = [run for run in runs if run.requeues]
+    assert moved
+    assert [run.stage_s for run in runs if run.stage is Stage.QUEUE] == began[1:]
+    assert all(run.tries == 1 and run.info.resumes == 0 for run in moved)
+
+
+def test_a_request_is_not_moved_for_ever():
+    """Whatever the predictions: a worker that always seems free gets it twice at the most."""
+    bench = bench_with_queue(4)
+    for index in range(1, 6):
+        bench.add(f"p{index}", "prefill")
+        sweeps(bench, 2 * LOOK_AGAIN_S + 1)
+    assert max(run.requeues for run in bench.coordinator._live) <= MOST_REQUEUES
+
+
+def test_a_sweep_looks_at_few(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(policy="ttft_regret", max_inflight=1000)
+    for index in range(200):
+        bench.start(prompt=long_prompt(index))
+    bench.now += 2
+    bench.add("p1", "prefill")
+    looks = []
+    placer = bench.coordinator._placer
+    monkeypatch.setattr(
+        type(placer), "is_sooner_elsewhere", lambda self, run, waiting, now: looks.append(run) and False
+    )
+    bench.coordinator.sweep()
+    assert len(looks) == LOOKS_A_SWEEP
+    bench.coordinator.sweep()
+    assert len(set(map(id, looks))) == 2 * LOOKS_A_SWEEP, "others the next time"
