@@ -163,7 +163,7 @@ def targets_of(history: list[dict[str, Any]], wall_s: float) -> list[tuple[float
 
 def foreseen(plan: Plan, deployed: dict[str, Any], startup_s: float) -> list[tuple[float, int, int]]:
     """What the simulator wants for the same arrivals."""
-    live = planner_settings(load_config(deployed["applications"][0]["args"]), LivePlanner(), {})
+    live = planner_settings(load_config(deployed["applications"][0]["args"]), LivePlanner())
     (variant,) = live.variants.values()
     settings = replace(live, variants={VARIANT: replace(variant, startup_s=startup_s)})
     times = EngineTimes(

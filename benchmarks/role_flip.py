@@ -55,15 +55,21 @@ async def run(cluster: LocalCluster, plan: Plan) -> tuple[list[Answer], float]:
     return answers, wall_s
 
 
+def ask(url: str, method: str = "GET", body: bytes | None = None) -> dict[str, Any]:
+    headers = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    with urlopen(Request(url, data=body, headers=headers, method=method), timeout=10) as response:
+        found = json.load(response)
+    assert isinstance(found, dict)
+    return found
+
+
 def change_budget(url: str, budget: float) -> None:
-    request = Request(
-        f"{url}/planner",
-        data=json.dumps({"budget": budget}).encode(),
-        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
-        method="PATCH",
-    )
-    with urlopen(request, timeout=10) as response:
-        response.read()
+    ask(f"{url}/planner", "PATCH", json.dumps({"budget": budget}).encode())
+
+
+def workers(url: str, pool: str) -> set[str]:
+    """Those of a deployment, whatever they play."""
+    return {told["worker"] for told in ask(f"{url}/admin/workers")["workers"] if told["pool"] == pool}
 
 
 def decided_s(history: list[dict[str, Any]], what: str, least: int) -> float | None:
@@ -88,30 +94,29 @@ def measure(plan: Plan, real: bool, progress: Progress) -> dict[str, Any]:
         progress.say("one prefill and two decode workers")
         with LocalCluster(cpus=8) as cluster:
             cluster.serve(deployed)
+            first, lendable = workers(cluster.url, "prefill"), workers(cluster.url, "decode")
             progress.say(f"load: {plan.phases}")
             with ahead_of_the_server():
                 answers, _ = asyncio.run(run(cluster, plan))
             found = told(cluster.url)
+            new = workers(cluster.url, "prefill") - first
     to_wall_s = time.time() - time.monotonic()
     lent_s = decided_s(found["history"], "lent", 1)
     ordered_s = decided_s(found["history"], "prefill", 2)
-    prefill, decode = "-prefill", "-decode"
-    first = {a.prefill_worker for a in answers[:1]}
-    lent = {a.prefill_worker for a in answers if decode in a.prefill_worker}
-    new = {a.prefill_worker for a in answers if prefill in a.prefill_worker} - first
 
-    def took_s(workers: set[str], from_s: float | None) -> float | None:
+    def took_s(helpers: set[str], from_s: float | None) -> float | None:
         if from_s is None:
             return None
-        helped_s = first_answer_s(answers, workers, from_s - to_wall_s)
+        helped_s = first_answer_s(answers, helpers, from_s - to_wall_s)
         return None if helped_s is None else round(helped_s + to_wall_s - from_s, 2)
 
     return {
         "requests": len(answers),
         "failed": sum(not a.whole or len(a.tokens) != plan.output_tokens for a in answers),
-        "lent_helps_s": took_s(lent, lent_s),
+        "lent_helps_s": took_s(lendable, lent_s),
         "new_helps_s": took_s(new, ordered_s),
-        "startup_s": found.get("startup_s"),
+        "flip_s": found["flip_s"],
+        "startup_s": found["startup_s"],
         "interval_s": plan.interval_s,
     }
 

@@ -112,7 +112,7 @@ def place(roles: Roles, now: Placed, settings: VariantSettings, caps: tuple[int,
             1e6 * missing
             + 1e4 * surplus
             + starts * settings.startup_s
-            + abs(bounded - now.lent) * settings.drain_s
+            + abs(bounded - now.lent) * settings.flip_s
             + abs(bounded) * AWAY_S
         )
         if best is None or seconds < best[0]:

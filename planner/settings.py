@@ -44,7 +44,7 @@ class VariantSettings:
     prefill: PoolLimits = PoolLimits()
     decode: PoolLimits = PoolLimits()
     startup_s: float = 60.0  # from an order to a ready worker
-    drain_s: float = 15.0  # until a worker that changes its role may take new work
+    flip_s: float = 15.0  # until a worker that was told to plays its other role
     order: Order = Order.DEADLINE  # of prompts in the workers
     flips: bool = True  # workers may be lent to the other role
     idle_to_zero_s: float | None = None  # without any request; None: never

@@ -133,6 +133,9 @@ def _variant_lines(told: dict[str, Any], name: str, wanted: dict[str, Any] | Non
     startup_s = told["startup_s"].get(name)
     if startup_s is not None:
         yield f"  start    {startup_s:g} s until a worker is ready"
+    flip_s = told["flip_s"].get(name)
+    if flip_s is not None:
+        yield f"  flip     {flip_s:g} s until a worker plays its other role"
     if wanted is None:
         return
     yield _wrapped("  reason   ", wanted["reason"])

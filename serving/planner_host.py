@@ -29,6 +29,7 @@ from planner.observation import (
 from planner.scaling import Connector, PoolWorker, ReplicaCounts, flips, pool_seen, set_aside
 from planner.settings import Settings
 from planner.state import State
+from serving.change_times import ChangeTimes, Key
 from serving.config import AppConfig
 from serving.control_host import ControlHost
 from serving.demand_book import DemandBook
@@ -42,9 +43,6 @@ log = logging.getLogger("kvrelay.planner")
 
 HISTORY = 720  # ticks that GET /planner shows
 LONGEST_BACK_OFF_S = 60.0
-STARTS_KEPT = 8  # start-ups that were seen; the slowest of them is expected
-
-Key = tuple[str, str]  # model, variant
 
 
 def steady_time() -> Callable[[], float]:
@@ -81,8 +79,7 @@ class PlannerHost:
         self._trouble: str | None = None
         self._back_off_s = 0.0
         self._history: deque[dict[str, Any]] = deque(maxlen=HISTORY)
-        self._ordered: dict[tuple[Key, str], tuple[float, int]] = {}  # pool -> (when, ready then)
-        self._startups: dict[Key, deque[float]] = {key: deque(maxlen=STARTS_KEPT) for key in self._variants}
+        self._took = ChangeTimes()
         self._task: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._removals: dict[str, str] = {}  # worker -> its deployment, until both are done with
@@ -120,8 +117,9 @@ class PlannerHost:
 
     def settings(self) -> Settings:
         """As configured, with the live changes. Raises ConfigError when they contradict each other."""
-        starts = {key: max(seen) for key, seen in self._startups.items() if seen}
-        return planner_settings(self._config, self.live, starts)
+        return planner_settings(
+            self._config, self.live, startups=self._took.startups_s, flips=self._took.flips_s
+        )
 
     def _change(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Merge into the live settings; `targets` by model. All or nothing."""
@@ -168,7 +166,7 @@ class PlannerHost:
             del self._removals[ident]
 
     def _check(self, planner: LivePlanner) -> None:
-        planner_settings(self._config, planner, {})
+        planner_settings(self._config, planner)
 
     # ------------------------------------------------------------ ticks
 
@@ -220,7 +218,8 @@ class PlannerHost:
                 there = counts.get(deployment_name(*key, pool))
                 if there is not None:
                     pools[pool] = pool_seen(pool, there, workers)
-                    self._see_starts(key, pool, pools[pool], now)
+                    self._took.see_pool(key, pool, pools[pool], now)
+            self._took.see_workers(key, workers, now)
             engine = self._engine(key)
             kv_blocks = [
                 w.report.total_blocks
@@ -262,19 +261,6 @@ class PlannerHost:
         models = {m.name: m for m in self._config.models}
         return next(v for v in models[key[0]].variants if v.name == key[1]).engine
 
-    def _see_starts(self, key: Key, pool: str, seen: PoolSeen, now: float) -> None:
-        """How long a start took: from the order to one more worker that is ready."""
-        at = (key, pool)
-        ready = seen.ready + seen.lent
-        ordered = self._ordered.get(at)
-        if ordered is None:
-            return
-        if ready > ordered[1]:
-            self._startups[key].append(now - ordered[0])
-            del self._ordered[at]
-        elif seen.starting == 0:  # taken back before it came
-            del self._ordered[at]
-
     # ------------------------------------------------------------ acting
 
     async def _act(
@@ -291,6 +277,8 @@ class PlannerHost:
                     self._control.orders.call_back(order.worker)
                 else:
                     self._control.orders.lend(order.worker, order.role)
+                pool = next(w.pool for w in self.workers(key) if w.ident == order.worker)
+                self._took.turns(key, order.worker, order.role or pool, self._clock())
                 self._metrics.flips.inc()
                 self._say("flip", key, worker=order.worker, role=order.role or "its own", why=wanted.reason)
             for pool, wished in (("prefill", wanted.prefill), ("decode", wanted.decode)):
@@ -310,7 +298,7 @@ class PlannerHost:
             self._metrics.scalings.inc(labels=("up" if change > 0 else "down",))
             if change > 0:
                 seen = observation.variants["/".join(key)].pools[pool]
-                self._ordered.setdefault((key, pool), (self._clock(), seen.ready + seen.lent))
+                self._took.grows(key, pool, seen, self._clock())
             reason = decision.variants["/".join(key)].reason
             self._say("scale", key, pool=pool, change=change, replicas=replicas, why=reason)
 
@@ -368,8 +356,10 @@ class PlannerHost:
             "budget": budget_of(self._config, self.live),
             "budget_unit": budget_unit(self._config),
             "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
-            # Seconds from an order to a ready worker, the slowest of the last few; by variant, once seen.
-            "startup_s": {"/".join(key): round(max(s), 2) for key, s in self._startups.items() if s},
+            # Seconds from an order to a ready worker, and to one that plays its other role: the slowest of
+            # the last few; by variant, once seen.
+            "startup_s": {"/".join(key): round(s, 2) for key, s in self._took.startups_s.items()},
+            "flip_s": {"/".join(key): round(s, 2) for key, s in self._took.flips_s.items()},
             "observation": shown,
             "decision": to_json(self._decision),
             "reason": self._decision.reason if self._decision is not None else None,

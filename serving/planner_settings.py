@@ -7,14 +7,24 @@ from collections.abc import Mapping
 import msgspec
 
 from planner.settings import PoolLimits, Settings, Targets, VariantSettings
+from serving.change_times import Key
 from serving.config import AppConfig, PoolConfig, SloTargets, Variant
 from serving.live_settings import LivePlanner
 
-Key = tuple[str, str]  # model, variant
+# Before one was seen. Streams of our own engines move within a second or two, others end first.
+FLIP_S = {"torch": 4.0, "sim": 4.0, "tensorrt_llm": 30.0}
 
 
-def planner_settings(config: AppConfig, live: LivePlanner, startups: Mapping[Key, float]) -> Settings:
-    """`startups`: seconds to a ready worker, where that was seen. Raises ConfigError."""
+def planner_settings(
+    config: AppConfig,
+    live: LivePlanner,
+    *,
+    startups: Mapping[Key, float] | None = None,
+    flips: Mapping[Key, float] | None = None,
+) -> Settings:
+    """`startups`, `flips`: seconds to a ready worker, and to one that plays its other role, where that was
+    seen. Raises ConfigError."""
+    startups, flips = startups or {}, flips or {}
     planner = config.planner
     variants = {}
     for model in config.models:
@@ -27,6 +37,7 @@ def planner_settings(config: AppConfig, live: LivePlanner, startups: Mapping[Key
                 prefill=_limits(config, variant.prefill),
                 decode=_limits(config, variant.decode),
                 startup_s=startups.get((model.name, variant.name), planner.startup_s),
+                flip_s=flips.get((model.name, variant.name), FLIP_S[variant.engine.kind]),
                 flips=planner.flips and variant.prefill.replicas > 0 and _alike(variant),
                 idle_to_zero_s=planner.idle_to_zero_s,
             )

@@ -50,7 +50,7 @@ def _ours(plan: Plan) -> list[Mapping[str, Any]]:
 
 def _planner(application: AppConfig) -> Iterator[Finding]:
     try:
-        planner_settings(application, LivePlanner(), {})
+        planner_settings(application, LivePlanner())
     except ConfigError as error:
         yield Finding(
             Level.ERROR,

@@ -141,7 +141,7 @@ class LoadReport(msgspec.Struct, array_like=True):
     # The first prompts to compute, soonest due first: attempt, tokens left, due in so many ms (since 2).
     queue: Annotated[list[tuple[U64, U64, int]], FEW] | None = None
     computed_tokens: U64 | None = None  # of prompts, since this epoch began (since 2)
-    # Sequences that the step decoded, and the KV tokens they held; 0 both if it computed prompts too (since 2).
+    # Sequences that the step decoded, KV tokens they held; 0, 0 if it computed prompts too (since 2).
     decoded: tuple[U64, U64] | None = None
 
 

@@ -137,6 +137,7 @@ def planner(**more: Any) -> dict[str, Any]:
             "chat/main": {"ttft_ms": 800, "ttft_ms_per_1k_tokens": 50, "itl_ms": 40, "percentile": 95}
         },
         "startup_s": {"chat/main": 23.4},
+        "flip_s": {"chat/main": 2.1},
         "observation": {"variants": {"chat/main": seen}, "frontends": 1, "inflight": 3},
         "decision": {"variants": {"chat/main": variant(1, 4)}, "frontends": None, "reason": "x"},
         "reason": "x",
@@ -349,6 +350,7 @@ chat/main
   targets  TTFT 800 ms + 50 a 1,000 tokens, ITL 40 ms, p95
   load     3 requests/s (expected 2.5), 1 wait, ? decode
   start    23.4 s until a worker is ready
+  flip     2.1 s until a worker plays its other role
   reason   as needed
 
 last changes
@@ -369,6 +371,7 @@ def test_a_planner_that_is_off_shows_nothing_of_some_time_ago() -> None:
         "chat/main",
         "  targets  TTFT 800 ms + 50 a 1,000 tokens, ITL 40 ms, p95",
         "  start    23.4 s until a worker is ready",
+        "  flip     2.1 s until a worker plays its other role",
     ]
 
 

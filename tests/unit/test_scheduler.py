@@ -68,6 +68,17 @@ def test_chunks_keep_the_budget_and_decodes_go_first(order: Order, expected: lis
     rig.assert_idle()
 
 
+def test_the_load_tells_what_a_step_decoded() -> None:
+    """Sequences, and the tokens whose KV they hold; nothing of a step that computed a prompt as well."""
+    rig = Rig(chunk_tokens=16)
+    rig.submit(work(1, prompt(9), max_tokens=30), work(2, prompt(5, salt=2), max_tokens=30))
+    rig.step()
+    assert rig.step().load.decoded == (2, 10 + 6)
+    assert rig.step().load.decoded == (2, 11 + 7)
+    rig.submit(work(3, prompt(40, salt=3)))
+    assert rig.step().load.decoded == (0, 0)
+
+
 def test_max_batch_is_kept() -> None:
     rig = Rig(max_batch=3)
     rig.submit(*(work(i, prompt(5, salt=i), max_tokens=6) for i in range(8)))
