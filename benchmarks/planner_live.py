@@ -57,6 +57,7 @@ class Plan:
     flips: bool = False
     ttft_ms: float = 1000
     itl_ms: float = 50
+    named_tokens: bool = False  # how to count them; see Ask
 
     def arrivals(self, seed: int = 1) -> list[float]:
         """Poisson within each phase."""
@@ -73,7 +74,17 @@ class Plan:
 
 SIM = Plan(((40, 1.0), (60, 5.0), (100, 1.0)), 800, 40, 0.4)
 QUICK = replace(SIM, phases=((15, 1.0), (30, 5.0), (45, 1.0)))
-REAL = Plan(((30, 0.3), (50, 1.5), (70, 0.3)), 300, 16, 0.0, most=2, budget=3.0, ttft_ms=3000, itl_ms=400)
+REAL = Plan(
+    ((30, 0.3), (50, 1.5), (70, 0.3)),
+    300,
+    16,
+    0.0,
+    most=2,
+    budget=3.0,
+    ttft_ms=3000,
+    itl_ms=400,
+    named_tokens=True,
+)
 
 
 def config(plan: Plan, key_file: Path, profile: Path | None, real: bool) -> dict[str, Any]:
@@ -142,7 +153,8 @@ async def load(port: int, plan: Plan, model: str) -> tuple[list[Answer], float]:
         await asyncio.sleep(began_s + at_s - time.monotonic())
         draw = random.Random(number)
         prompt = tuple(draw.randrange(100, 40_000) for _ in range(plan.prompt_tokens))
-        exchange = await send("127.0.0.1", port, Ask(prompt, plan.output_tokens), model)
+        ask = Ask(prompt, plan.output_tokens, named_tokens=plan.named_tokens)
+        exchange = await send("127.0.0.1", port, ask, model)
         await exchange.ended.wait()
         return exchange.answer()
 
