@@ -72,10 +72,10 @@ class Plan:
         return times
 
 
-SIM = Plan(((40, 1.0), (60, 5.0), (100, 1.0)), 800, 40, 0.4)
+SIM = Plan(((40, 1.0), (60, 5.0), (280, 1.0)), 800, 40, 0.4)  # the forecast's mean is of four minutes
 QUICK = replace(SIM, phases=((15, 1.0), (30, 5.0), (45, 1.0)))
 REAL = Plan(
-    ((30, 0.3), (50, 1.5), (70, 0.3)),
+    ((30, 0.3), (50, 1.5), (280, 0.3)),
     300,
     16,
     0.0,

@@ -82,7 +82,7 @@ def decided_s(history: list[dict[str, Any]], what: str, least: int) -> float | N
 
 
 def first_answer_s(answers: Iterable[Answer], workers: set[str], since_s: float) -> float | None:
-    """When one of `workers` first gave a first token of a prompt that came after `since_s`."""
+    """When one of `workers` first gave a first token after `since_s`."""
     found = [a.times_s[0] for a in answers if a.prefill_worker in workers and a.times_s]
     return min((at for at in found if at > since_s), default=None)
 

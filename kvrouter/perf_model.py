@@ -78,11 +78,15 @@ class LinearModel:
         expected = max(self.ms(features), FLOOR_MS)
         error = (ms - expected) / min(expected, ms)  # symmetric: half and double are equally far
         size = abs(error)
+        if not self._covariance and self.evidence >= WARM_UP:
+            # Calibrated, or well known to a peer: a cold start must not bend it, many samples in a row may.
+            self._begin(self._reach, self.ms(self._reach))
+            self._warming = 0
         if self._warming == WARM_UP:
             # Another machine than the prior's is first of all faster or slower as a whole.
             self.coefficients = [k * ms / expected for k in self.coefficients]
-            self._covariance = self._spread(features, ms)
-            self._most = [row[i] for i, row in enumerate(self._covariance)]
+            self._begin(features, ms)
+            self.evidence = 0  # all rests on this sample now
             size = GATE_FLOOR
         elif self._warming == 0 and size > max(GATE * self._typical, GATE_FLOOR):
             self.outliers += 1
@@ -100,6 +104,10 @@ class LinearModel:
         self.samples += 1
         self.evidence += 1
         return True
+
+    def _begin(self, features: tuple[float, ...], ms: float) -> None:
+        self._covariance = self._spread(features, ms)
+        self._most = [row[i] for i, row in enumerate(self._covariance)]
 
     def _spread(self, features: tuple[float, ...], ms: float) -> list[list[float]]:
         """A covariance under which each term may explain a share of the sample's time, or of the time that
@@ -227,15 +235,18 @@ class WorkerModels:
         step: tuple[float, float, float] = (10.0, 0.1, 1e-5),
         move: tuple[float, float] = (1.0, 0.005),
         evidence: int = 0,
+        spreads: tuple[float, float] = (GATE_FLOOR, GATE_FLOOR),
     ) -> WorkerModels:
-        """From calibrated (a, b, c), (d, e, f) and (g, h), of so many samples."""
+        """From calibrated (a, b, c), (d, e, f) and (g, h). `evidence`: the samples behind each of the first
+        two; `spreads`: their relative errors."""
         models = cls(
             PrefillModel(LinearModel(prefill, PREFILL_REACH)),
             StepModel(LinearModel(step, STEP_REACH)),
             MoveModel(LinearModel(move, MOVE_REACH)),
         )
-        for linear in models._linears():
+        for linear, spread in zip(models._linears(), spreads, strict=False):
             linear.evidence = evidence
+            linear._typical = max(spread, GATE_FLOOR / 2)
         return models
 
     @property

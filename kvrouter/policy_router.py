@@ -114,7 +114,7 @@ class PolicyRouter:
 
     # ------------------------------------------------------------ choosing
 
-    def choose(self, request: RouterRequest, now_s: float) -> Choice:
+    def choose(self, request: RouterRequest, now_s: float, *, look: bool = False) -> Choice:
         decoders = self._able("decode", request)
         if not decoders:
             raise NoWorker("no decode worker can take the request")
@@ -132,9 +132,12 @@ class PolicyRouter:
         matched = self._match(stored, request.hashes)
         prefillers = self._able("prefill", request)
         if prefillers:
-            choice = self._separate(demand, decoders, prefillers, matched, now_s)
+            choice, picked = self._separate(demand, decoders, prefillers, matched, now_s)
         else:
-            choice = self._together(demand, decoders, matched, now_s)
+            choice, picked = self._together(demand, decoders, matched, now_s)
+        if not look:
+            for candidate in picked:
+                self.policy.chosen(candidate)
         request.choice = choice
         return choice
 
@@ -151,6 +154,7 @@ class PolicyRouter:
         size = decoders[0].view.block_tokens
         request.hashes = block_hashes(request.tokens, size, request.namespace)
         decode, terms = self._decode_on(demand, decoders, self.caches.match(request.hashes))
+        self.policy.chosen(decode)
         request.choice = Choice(
             decode=decode.ident, prefill=source, predicted_itl_ms=decode.itl_ms, reasons=terms
         )
@@ -162,17 +166,15 @@ class PolicyRouter:
         able = with_room(decode_candidates(demand, decoders, matched))
         scores = [self.policy.score_decode(demand, c) for c in able]
         decode, _ = pick(able, [terms["total"] for terms in scores], self._random)
-        self.policy.chosen(decode)
         return decode, {c.ident: terms for c, terms in zip(able, scores, strict=True)}
 
     def _together(
         self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
-    ) -> Choice:
-        """Prefill and decode on one worker."""
+    ) -> tuple[Choice, list[Candidate]]:
+        """Prefill and decode on one worker; also what was picked, for the policy to remember."""
         able = with_room(self._candidates(demand, loads, matched, now_s))
         chosen, reasons = self._compute_on(demand, able)
-        self.policy.chosen(chosen)
-        return _choice(chosen, None, chosen, reasons)
+        return _choice(chosen, None, chosen, reasons), [chosen]
 
     def _separate(
         self,
@@ -181,7 +183,7 @@ class PolicyRouter:
         prefillers: list[WorkerLoad],
         matched: Mapping[str, int],
         now_s: float,
-    ) -> Choice:
+    ) -> tuple[Choice, list[Candidate]]:
         decode, decode_terms = self._decode_on(demand, decoders, matched)
         able_to_compute = self._candidates(demand, prefillers, matched, now_s)
         chosen, reasons = self._compute_on(demand, able_to_compute)
@@ -194,9 +196,8 @@ class PolicyRouter:
             remote_ms = chosen.ttft_ms + load.models.move.ms(min(missing, TAIL_TOKENS))
             reasons[decode.ident] |= {"local_ms": local["total"], "remote_ms": remote_ms}
             if local["total"] < remote_ms:
-                return _choice(alone, None, alone, reasons)
-        self.policy.chosen(chosen)
-        return _choice(decode, chosen, chosen, reasons)
+                return _choice(alone, None, alone, reasons), [decode]
+        return _choice(decode, chosen, chosen, reasons), [decode, chosen]
 
     def _compute_on(self, demand: Demand, able: Sequence[Candidate]) -> tuple[Candidate, dict[str, Terms]]:
         """Who computes the prompt, and the terms of all that were compared."""

@@ -17,16 +17,15 @@ LEAST_GAIN_MS = 1000.0  # to move costs a message, and the prompt's place in the
 MOST_LEFT = 0.7  # elsewhere, of the time that is left here: predictions are not exact
 
 
-def is_sooner_elsewhere(
-    router: Router, attempt: int, worker: str, wanted: RouterRequest, now_s: float
-) -> bool:
-    """Well before, and by a second at least. `attempt` is booked on `worker`, which `wanted` avoids; its
-    prompt has not begun. Raises NoWorker."""
+def is_sooner_elsewhere(router: Router, attempt: int, wanted: RouterRequest, now_s: float) -> bool:
+    """Well before, and by a second at least. The prompt of `attempt` is booked and has not begun; `wanted`
+    avoids its worker. Raises NoWorker."""
     here_ms = router.until_computed_ms(attempt, now_s)
     if here_ms is None or here_ms < LEAST_GAIN_MS:
         return False
-    choice = router.choose(wanted, now_s)
+    choice = router.choose(wanted, now_s, look=True)
     there_ms = choice.predicted_ttft_ms
-    if there_ms is None or (choice.prefill or choice.decode) == worker:
+    # What is avoided is chosen when nothing else is left.
+    if there_ms is None or (choice.prefill or choice.decode) in wanted.avoid:
         return False
     return there_ms <= MOST_LEFT * here_ms and here_ms - there_ms >= LEAST_GAIN_MS

@@ -87,8 +87,9 @@ class Router(Protocol):
     def models(self) -> list[WorkerModels]:
         """The time models of all workers, as learnt so far."""
 
-    def choose(self, request: RouterRequest, now_s: float) -> Choice:
-        """Raises NoWorker when no worker may take the request. Books nothing."""
+    def choose(self, request: RouterRequest, now_s: float, *, look: bool = False) -> Choice:
+        """Raises NoWorker when no worker may take the request. Books nothing. `look`: nothing is to come of
+        it, so policies that take turns remember nothing either."""
 
     def choose_decode(self, request: RouterRequest, source: str, now_s: float) -> Choice:
         """Where a running request can go on with the KV that `source` has; the choice's `prefill` is it.

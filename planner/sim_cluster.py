@@ -171,13 +171,16 @@ class Cluster:
         self._push(now_s + LOOK_AGAIN_S, "requeue", None)
         if not self._router.is_uneven(LEAST_GAIN_MS, now_s):
             return
-        waiting = [job for worker in self.workers.values() for job in worker.engine.waiting()]
+        there = [worker for worker in self.workers.values() if worker.state != "gone"]
+        waiting = [job for worker in there for job in worker.engine.waiting()]
         for job in sorted(waiting, key=lambda job: job.request.arrival_s):
+            if job.cached_tokens is not None:
+                continue  # it began just now: the one before it went elsewhere
             if now_s - job.request.arrival_s < LEAST_WAIT_S or job.requeued >= MOST_REQUEUES:
                 continue
             wanted = asks(job, avoid=job.prefill)
             try:
-                sooner = is_sooner_elsewhere(self._router, job.attempt, job.prefill, wanted, now_s)
+                sooner = is_sooner_elsewhere(self._router, job.attempt, wanted, now_s)
             except NoWorker:
                 return
             if sooner:

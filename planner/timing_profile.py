@@ -43,8 +43,12 @@ class Profile:
 
     def models(self) -> WorkerModels:
         """For a router or an engine to start from."""
+        times = self.times
         return WorkerModels.from_priors(
-            prefill=self.times.prefill, step=self.times.step, evidence=self.times.samples
+            prefill=times.prefill,
+            step=times.step,
+            evidence=times.samples,
+            spreads=(times.prefill_spread, times.step_spread),
         )
 
 

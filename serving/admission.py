@@ -10,7 +10,7 @@ The router has chosen workers for a request. It is admitted when, as these worke
 
 Nothing is held back here: workers serve by deadline, so whoever is admitted is in the right queue already,
 and whoever is not gets an answer at once. What is refused is never what stands in an idle queue, however
-long it is, and never for a prediction without evidence: a model must have seen its worker at work.
+long it is, and never for a prediction without evidence: a profile, or samples of workers at work.
 
 While requests are being refused, room is kept for those with the better claim. All others may only use
 (1 - reserve) of the time or room there is, once for each of:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from kvrouter.router import Router
@@ -79,7 +80,7 @@ class Coordinator:
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
         self._mover = Mover(self._live, self._placer, metrics, able=capabilities.migrate_kv)
-        self._requeuer = Requeuer(self._live, self._placer, metrics)
+        self._requeuer = Requeuer(self._live, self._placer, metrics, able=capabilities.tells_begun)
         self._demand = Demand()
 
     @property
@@ -192,7 +193,7 @@ class Coordinator:
             return
         self._router.begun(attempt, n_cached, now)
         if run.stage is Stage.QUEUE:
-            self._metrics.queue.observe(now - run.stage_s)
+            self._metrics.queue.observe(now - run.stage_s + run.waited_s)
             run.enter(Stage.PREFILL, now)
         if not run.sent:
             # A resume finds its own tokens again; what the client's prompt hit is the first answer.
@@ -380,6 +381,7 @@ class Coordinator:
             self._finish(run, now)
             return
         run.info.resumes += 1
+        run.limit_s = inf  # no prediction was wrong: a worker failed
         if run.sent and not self._seeded_resume and not run.request.params.is_greedy:
             run.info.redrawn_from = run.info.redrawn_from or len(run.sent)
         if run.tries >= MAX_TRIES or not self._budget.spend(now):
@@ -387,6 +389,7 @@ class Coordinator:
             self._fail(run, error)
             return
         run.enter(Stage.QUEUE, now)
+        run.waited_s = 0.0
         self._go_on(run, error, now)
 
     def _go_on(self, run: Run, error: Unavailable, now: float) -> None:

@@ -51,7 +51,7 @@ class Demand:
 
 
 def fitted(workers: list[WorkerModels]) -> Fitted | None:
-    """The models with the most evidence; None before any worker has shown both its times."""
+    """The models with the most evidence; None while both times rest on a guess."""
     if not workers:
         return None
     prefill = max((models.prefill.linear for models in workers), key=_evidence)

@@ -70,7 +70,7 @@ class Placer:
         run.tries += 1
         run.info.prefill_worker = choice.prefill or choice.decode
         run.info.decode_worker = choice.decode
-        pull = self._pull(choice) if run.placements == 1 else None  # a resume takes no chances
+        pull = self._pull(choice) if not run.info.resumes else None  # a resume takes no chances
         decode = self.workers[choice.decode]
         if choice.prefill is None:
             self._submit(run, decode, Mode.LOCAL, wanted, now, pull=pull)
@@ -93,10 +93,10 @@ class Placer:
         """Another worker is predicted to have computed its prompt well before `waiting` has, which has not
         begun. Raises NoWorker."""
         wanted = self._wanted(run, now, avoid=waiting.worker)
-        return is_sooner_elsewhere(self.router, waiting.ident, waiting.worker, wanted, now)
+        return is_sooner_elsewhere(self.router, waiting.ident, wanted, now)
 
     def place_elsewhere(self, run: Run, waiting: Attempt, now: float) -> None:
-        """Take its attempts back and place it anew. Raises NoWorker; then it has none."""
+        """Take its attempts back and place it anew; `is_sooner_elsewhere` has just found a worker."""
         for attempt in list(run.attempts.values()):
             self.take_back(run, attempt)
         self.place(run, now, avoid=waiting.worker)

@@ -211,6 +211,7 @@ class PlannerHost:
 
     def _observe(self, counts: Mapping[str, ReplicaCounts], now: float) -> Observation:
         variants: dict[str, VariantSeen] = {}
+        self._took.tick(now, self._config.planner.interval_s)
         for key in self._variants:
             pools: dict[str, PoolSeen] = {}
             workers = self.workers(key)
@@ -356,8 +357,7 @@ class PlannerHost:
             "budget": budget_of(self._config, self.live),
             "budget_unit": budget_unit(self._config),
             "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
-            # Seconds from an order to a ready worker, and to one that plays its other role: the slowest of
-            # the last few; by variant, once seen.
+            # Seconds from an order to a ready worker, and to one that plays its other role, once seen.
             "startup_s": {"/".join(key): round(s, 2) for key, s in self._took.startups_s.items()},
             "flip_s": {"/".join(key): round(s, 2) for key, s in self._took.flips_s.items()},
             "observation": shown,

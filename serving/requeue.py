@@ -18,16 +18,19 @@ LOOKS_A_SWEEP = 32  # at a fraction of a millisecond each
 
 
 class Requeuer:
-    """`live` are the coordinator's runs, the oldest first."""
+    """`live` are the coordinator's runs, oldest first; `able`: the engines tell when a prompt begins."""
 
-    def __init__(self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics) -> None:
+    def __init__(
+        self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics, *, able: bool
+    ) -> None:
         self._live = live
         self._placer = placer
         self._metrics = metrics
+        self._able = able
 
     def sweep(self, now: float) -> None:
-        """Call it a few times a second. The oldest go first, until it is no gain any more."""
-        if not self._placer.router.is_uneven(LEAST_GAIN_MS, now):
+        """Call it a few times a second. The oldest are looked at first."""
+        if not self._able or not self._placer.router.is_uneven(LEAST_GAIN_MS, now):
             return
         looks = 0
         for run in self._live:
@@ -36,22 +39,22 @@ class Requeuer:
                 continue
             run.look_after_s = now + LOOK_AGAIN_S
             try:
-                if self._placer.is_sooner_elsewhere(run, waiting, now):
-                    self._requeue(run, waiting, now)
+                sooner = self._placer.is_sooner_elsewhere(run, waiting, now)
             except NoWorker:
                 return
+            if sooner:
+                self._requeue(run, waiting, now)
             looks += 1
             if looks == LOOKS_A_SWEEP:
                 return
 
     def _requeue(self, run: Run, waiting: Attempt, now: float) -> None:
-        """As if it came now, but its deadline and its time in the queue go on."""
-        since_s, tries = run.stage_s, run.tries
-        try:
-            self._placer.place_elsewhere(run, waiting, now)
-        except NoWorker as error:
-            run.waits_after = error
-        run.stage_s, run.tries = since_s, tries
+        """As if it came now, but the request's own deadline goes on. That of the queue begins anew: the new
+        worker is not to blame for the old one's."""
+        waited_s, tries = now - run.stage_s, run.tries
+        self._placer.place_elsewhere(run, waiting, now)
+        run.waited_s += waited_s
+        run.tries = tries
         run.requeues += 1
         self._metrics.requeued.inc()
         log.debug("%s waited on %s: placed anew", run.request.request_id, waiting.worker)
@@ -65,6 +68,9 @@ def _waiting(run: Run, now: float) -> Attempt | None:
         or now - run.stage_s < LEAST_WAIT_S
         or run.requeues >= MOST_REQUEUES
         or run.waits_after is not None
+        or run.early  # decode's word overtakes prefill's: it has begun
+        or run.final is not None
+        or any(attempt.arrived for attempt in run.attempts.values())
     ):
         return None
     return next((a for a in run.attempts.values() if a.mode is not Mode.DECODE), None)

@@ -87,6 +87,7 @@ class Run:
         "stage_s",
         "started_s",
         "tries",
+        "waited_s",
         "waits_after",
     )  # fmt: skip
 
@@ -102,6 +103,7 @@ class Run:
         self.placements = 0
         self.tries = 0  # placements since a token was decoded
         self.requeues = 0  # placements because another worker would compute it sooner
+        self.waited_s = 0.0  # on the workers that it was placed on before, for such a reason
         self.look_after_s = 0.0  # whether one would: not before
         self.waits_after: Unavailable | None = None  # why it was taken back, while no worker is there
         self.predicted_ttft_s: float | None = None  # by the router, at the last placement

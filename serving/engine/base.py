@@ -271,6 +271,7 @@ class Capabilities:
     migrate_kv: bool = False
     moves_kv: bool = False  # by itself: see SelfMovingEngine
     guided: bool = False  # answers can be bound to a schema, a pattern or a grammar
+    tells_begun: bool = True  # `started` comes as a prompt begins, not with its first token
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,8 @@ def test_short_prompts_say_little_of_long_ones(seed: int) -> None:
     for _ in range(40):
         length = generator.randint(24, 80)
         model.observe(length, length, 0.05 * length + generator.choice([0.5, 1, 1, 1, 2, 5]))
-    assert model.ms(6000, 6000) == pytest.approx(301, rel=2)
-    assert model.ms(100_000, 100_000) == pytest.approx(5001, rel=3)
+    assert 0.5 < model.ms(6000, 6000) / 301 < 2
+    assert 0.5 < model.ms(100_000, 100_000) / 5001 < 3
     # And attention is learnt as soon as long ones come.
     for _ in range(40):
         length = generator.randint(2000, 8000)
@@ -135,7 +135,7 @@ def test_small_batches_say_little_of_large_ones(seed: int) -> None:
         batch = generator.randint(1, 3)
         kv = batch * generator.randint(30, 120)
         model.observe(batch, kv, 20 + 0.2 * batch + generator.choice([0, 0, 0, 1, 3, 8]))
-    assert model.ms(64, 64 * 1024) == pytest.approx(33.5, rel=2)
+    assert 0.5 < model.ms(64, 64 * 1024) / 33.5 < 2.5
     for _ in range(40):
         batch = generator.randint(16, 64)
         kv = batch * generator.randint(500, 2000)
@@ -163,3 +163,49 @@ def test_new_worker_starts_from_what_a_peer_knows() -> None:
     fresh.learn_from(taught)
     assert fresh.prefill.ms(5000, 5000) == taught.prefill.ms(5000, 5000)
     assert fresh.step.linear.coefficients == StepModel().linear.coefficients, "nothing known: its own prior"
+
+
+def profiled(evidence: int = 100) -> WorkerModels:
+    return WorkerModels.from_priors(prefill=(4.0, 0.08, 0.0), evidence=evidence, spreads=(0.02, 0.1))
+
+
+def test_a_cold_start_does_not_bend_a_profile() -> None:
+    """The first prompt of a worker may take twenty times as long: kernels compile, caches are cold."""
+    models = profiled()
+    assert not models.prefill.observe(1000, 1000, 20 * 84.0)
+    assert models.prefill.ms(1000, 1000) == pytest.approx(84)
+    assert (models.prefill.linear.samples, models.prefill.linear.evidence) == (0, 100)
+
+
+def test_a_profile_of_another_speed_is_given_up() -> None:
+    model = profiled().prefill
+    generator = random.Random(8)
+    for _ in range(40):
+        length = generator.randint(500, 4000)
+        model.observe(length, length, 3 * (4 + 0.08 * length) * generator.uniform(0.95, 1.05))
+    assert model.ms(2000, 2000) == pytest.approx(3 * 164, rel=0.1)
+    assert model.linear.evidence < 40, "what the profile rested on is nothing any more"
+
+
+def test_a_profile_is_refined() -> None:
+    model = profiled().prefill
+    for n in range(60):
+        length = 500 + 300 * (n % 10)
+        model.observe(length, length, 1.1 * (4 + 0.08 * length))
+    assert model.linear.outliers == 0
+    assert model.ms(2000, 2000) == pytest.approx(1.1 * 164, rel=0.03)
+
+
+def test_a_profile_says_nothing_of_moves() -> None:
+    models = profiled()
+    assert models.move.linear.evidence == 0
+    assert models.move.observe(1000, 400.0), "the first one scales the guess"
+
+
+def test_one_sample_of_a_peer_is_not_believed_like_a_profile() -> None:
+    """It may have been a cold one."""
+    taught, fresh = WorkerModels(), WorkerModels()
+    taught.prefill.observe(1000, 1000, 2000.0)
+    fresh.learn_from(taught)
+    assert fresh.prefill.observe(1000, 1000, 84.0)
+    assert fresh.prefill.ms(1000, 1000) == pytest.approx(84, rel=0.05)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.requeue import LOOK_AGAIN_S, MOST_REQUEUES
+from kvrouter.requeue import MOST_REQUEUES
+from serving.breaker import FIRST_OPEN_S, THRESHOLD
 from serving.engine.base import Mode
 from serving.requeue import LOOKS_A_SWEEP
-from serving.run import Stage
 from serving.wire import Begun, Step, Submit
 from tests.unit.test_coordinator import Bench
 
@@ -99,31 +99,90 @@ def test_nothing_moves_where_nothing_is_gained(workers: int):
 
 
 def test_what_has_begun_stays():
-    bench = bench_with_queue(1)
+    """However long it still takes where it is."""
+    bench = bench_with_queue(3)
+    for index in range(3):
+        begin(bench, "p0", index)
     bench.add("p1", "prefill")
-    sweeps(bench, 5)
+    sweeps(bench, 3)
     assert bench.submits("p1") == []
 
 
-def test_its_time_in_the_queue_and_its_tries_go_on():
+@pytest.mark.parametrize("what", ["early", "final"])
+def test_what_decode_speaks_of_has_begun(what: str):
+    """Frames of the prefill worker may come after those of the decode worker."""
+    bench = bench_with_queue(3)
+    decode = bench.submits("d0")[2].attempt
+    bench.tokens(decode, 1, 11, 12, 13, ended="length" if what == "final" else None)
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    assert lengths(bench.submits("p1")) == [LONG + 1]
+
+
+def test_nothing_moves_to_a_worker_that_fails_requests():
+    """An idle worker is idle for a reason."""
     bench = bench_with_queue(4)
+    sweeps(bench, 1.5)
+    bench.add("p1", "prefill")
+    for _ in range(THRESHOLD):
+        bench.coordinator._breakers.failed("p1", bench.now)
+    sweeps(bench, FIRST_OPEN_S - 0.25)
+    assert bench.submits("p1") == []
+    sweeps(bench, 0.5)
+    assert len(bench.submits("p1")) == 1, "one at a time, to see whether it is well again"
+
+
+def test_nothing_moves_where_the_request_failed():
+    bench = bench_with_queue(4)
+    for run in bench.coordinator._live:
+        run.failed_on.add("p1")
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    assert bench.submits("p1") == []
+
+
+def test_nothing_moves_where_engines_do_not_tell_what_has_begun():
+    bench = bench_with_queue(4)
+    bench.coordinator._requeuer._able = False
+    bench.add("p1", "prefill")
+    sweeps(bench, 3)
+    assert bench.submits("p1") == []
+
+
+def test_a_look_is_no_turn():
+    """Policies that take turns, or count what they sent, remember choices that were made."""
+    bench = Bench(prefill=2, policy="round_robin")
+    before = bench.start()[0].info.prefill_worker
+    wanted = bench.coordinator._placer._wanted(next(iter(bench.coordinator._live)), bench.now)
+    for _ in range(3):
+        bench.router.choose(wanted, bench.now, look=True)
+    assert bench.start()[0].info.prefill_worker != before
+
+
+def test_its_tries_go_on_and_its_time_is_the_new_workers():
+    """Else the new worker were blamed for what the old one's queue took."""
+    bench = bench_with_queue(16)
     runs = list(bench.coordinator._live)
-    began = [run.stage_s for run in runs]
+    bench.now += 20
     bench.add("p1", "prefill")
     sweeps(bench, 3)
     moved = [run for run in runs if run.requeues]
     assert moved
-    assert [run.stage_s for run in runs if run.stage is Stage.QUEUE] == began[1:]
     assert all(run.tries == 1 and run.info.resumes == 0 for run in moved)
+    assert all(bench.now - run.stage_s < 3 and run.waited_s > 20 for run in moved)
+    sweeps(bench, 10)
+    assert not bench.coordinator._breakers.avoid(bench.now)
 
 
-def test_a_request_is_not_moved_for_ever():
-    """Whatever the predictions: a worker that always seems free gets it twice at the most."""
+def test_a_request_is_not_moved_for_ever(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the predictions: another worker that always seems free gets it twice at the most."""
     bench = bench_with_queue(4)
-    for index in range(1, 6):
-        bench.add(f"p{index}", "prefill")
-        sweeps(bench, 2 * LOOK_AGAIN_S + 1)
-    assert max(run.requeues for run in bench.coordinator._live) <= MOST_REQUEUES
+    bench.add("p1", "prefill")
+    monkeypatch.setattr(type(bench.router), "is_uneven", lambda *_: True)
+    monkeypatch.setattr(type(bench.coordinator._placer), "is_sooner_elsewhere", lambda *_: True)
+    sweeps(bench, 20)
+    assert [run.requeues for run in bench.coordinator._live] == [0, *[MOST_REQUEUES] * 3]
+    assert bench.coordinator.attempts_in_flight == bench.router.in_flight == 8
 
 
 def test_a_sweep_looks_at_few(monkeypatch: pytest.MonkeyPatch):

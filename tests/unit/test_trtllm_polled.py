@@ -308,6 +308,31 @@ def test_load_without_statistics_is_what_was_sent() -> None:
     assert not load_of(lives[2:], newer, blocks, step=7, n_drawn=0).runnable  # KV on its way takes no step
 
 
+def test_load_tells_what_an_iteration_decoded() -> None:
+    """A prompt that waits, and KV on its way, are nothing that a step of decodes reads."""
+    from serving.engine.base import Mode
+    from serving.engine.trtllm.live import Live, Stage
+    from tests.unit.trtllm_rig import prompt, work
+
+    lives = [
+        Live(work(1, prompt(30)), Stage.COMPUTING, 0.0),
+        Live(work(2, prompt(50)), Stage.COMPUTING, 0.0, started=True, taken=4),
+        Live(work(3, prompt(70), Mode.DECODE), Stage.MOVING, 0.0),
+    ]
+    blocks = BlockStates(100, 30, 0, 0, 0, 70)
+    decoding, mixed = row(1), row(1)
+    decoding["inflightBatchingStats"] |= {"numCtxTokens": 0, "numGenRequests": 1}
+    mixed["inflightBatchingStats"] |= {"numCtxTokens": 30, "numGenRequests": 1}
+
+    def decoded(stats: dict[str, Any] | None) -> tuple[int, int] | None:
+        reading = None if stats is None else StatsReader().read([stats])
+        return load_of(lives, reading, blocks, step=7, n_drawn=1).decoded
+
+    assert decoded(decoding) == (1, 54)
+    assert decoded(mixed) == (0, 0)
+    assert decoded(None) is None
+
+
 # ---------------------------------------------------------------- pollers
 
 

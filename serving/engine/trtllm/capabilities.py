@@ -7,8 +7,8 @@ from serving.engine.base import Capabilities
 
 
 def capabilities_of(config: TrtllmConfig) -> Capabilities:
-    """A whole prompt is handed over at once, a sampled resume is marked, live requests do not migrate, and
-    blocks are free or not, whatever they hold."""
+    """A whole prompt is handed over at once, a sampled resume is marked, live requests do not migrate,
+    blocks are free or not, whatever they hold; that a prompt has begun is seen when it ends."""
     return Capabilities(
         streamed_handoff=False,
         seeded_resume=False,
@@ -16,5 +16,6 @@ def capabilities_of(config: TrtllmConfig) -> Capabilities:
         block_states=False,
         migrate_kv=False,
         moves_kv=True,
+        tells_begun=False,
         guided=config.guided_backend is not None,
     )

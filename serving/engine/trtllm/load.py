@@ -20,7 +20,8 @@ def load_of(
     computed = None if reading is None else reading.prompt_tokens
     decoded: tuple[int, int] | None = None
     if reading is not None and reading.decoding is not None:
-        held = sum(len(live.work.tokens) + live.taken for live in lives if live.stage is Stage.COMPUTING)
+        decodes = [live for live in lives if live.stage is Stage.COMPUTING and not live.computes_prompt]
+        held = sum(len(live.work.tokens) + live.taken for live in decodes)
         decoded = (0, 0) if reading.prompt_tokens else (reading.decoding, held)
     return Load(
         step=step,
