@@ -24,6 +24,7 @@ class Ask:
     prompt: tuple[int, ...]  # token ids
     max_tokens: int
     seed: int | None = None
+    top_p: float = 1.0
     salt: str = ""  # other salts find nothing in each other's cache; they get the same answer
     stream: bool = True
     named_tokens: bool = False  # every token by itself (logprobs); else words are tokens, as `sim` has it
@@ -39,6 +40,7 @@ class Ask:
         }
         if self.seed is not None:
             body["seed"] = self.seed
+            body["top_p"] = self.top_p
         if self.salt:
             body["cache_salt"] = self.salt
         if self.named_tokens:

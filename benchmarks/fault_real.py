@@ -19,9 +19,11 @@ WEIGHTS = "smollm2-135m"
 STREAM_TOKENS = 120
 ROUNDS = 3
 WHO = ("farmer", "sailor", "teacher", "painter", "doctor", "gardener")
-# None: greedy. With these no draw falls so near a border between two tokens that rounding decides (one draw
-# in ten thousand does: seed 3 has one, and two undisturbed runs differ from there on).
-SEEDS = (None, 1, None, 13, None, 5)
+# None: greedy. With these no draw falls so near a border between two tokens that rounding decides: 1e-4 of
+# all probability at the least, and who else is in the batch moves borders by some 1e-6. Over the whole
+# vocabulary one draw in 25 would be nearer than 2e-5: tokens of the tail are that small.
+SEEDS = (None, 1, None, 2, None, 12)
+TOP_P = 0.9
 STORY = (
     "Once upon a time there was a {who} who lived in a small house by the sea. Every morning the {who} "
     "went out to see what the night had left on the beach, and every evening there was a story to tell. "
@@ -53,7 +55,7 @@ def real_asks() -> list[Ask]:
     for n, who in enumerate(WHO):
         text = STORY.format(who=who) * REPEATS + f"The story of the {who}:"
         prompt = tuple(tokenizer.encode(text, add_special_tokens=True))
-        asks.append(Ask(prompt, STREAM_TOKENS, seed=SEEDS[n], named_tokens=True))
+        asks.append(Ask(prompt, STREAM_TOKENS, seed=SEEDS[n], top_p=TOP_P, named_tokens=True))
     return asks
 
 
