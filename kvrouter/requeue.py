@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from kvrouter.router import Router, RouterRequest
 
-__all__ = ["LEAST_GAIN_MS", "LEAST_WAIT_S", "LOOK_AGAIN_S", "MOST_REQUEUES", "is_sooner_elsewhere"]
+__all__ = [
+    "LEAST_GAIN_MS",
+    "LEAST_WAIT_S",
+    "LOOKS_A_SECOND",
+    "LOOK_AGAIN_S",
+    "MOST_REQUEUES",
+    "is_sooner_elsewhere",
+]
 
 LEAST_WAIT_S = 1.0  # on a worker, before anyone looks
 LOOK_AGAIN_S = 1.0
+LOOKS_A_SECOND = 32  # at half a millisecond each, with 64 workers a pool: tokens wait meanwhile
 MOST_REQUEUES = 2  # of a prompt: each costs it its place in an order
 LEAST_GAIN_MS = 1000.0  # to move costs a message, and the prompt's place in the old worker's order
 MOST_LEFT = 0.7  # elsewhere, of the time that is left here: predictions are not exact

@@ -15,6 +15,7 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 from kvrouter.events import CacheEvents
@@ -25,6 +26,7 @@ from kvrouter.requeue import (
     LEAST_GAIN_MS,
     LEAST_WAIT_S,
     LOOK_AGAIN_S,
+    LOOKS_A_SECOND,
     MOST_REQUEUES,
     is_sooner_elsewhere,
 )
@@ -167,17 +169,23 @@ class Cluster:
         self._after(worker, now_s)
 
     def _requeue(self, now_s: float) -> None:
-        """As `serving.requeue` does."""
-        self._push(now_s + LOOK_AGAIN_S, "requeue", None)
+        """As `serving.requeue` does, at one time of each second."""
+        self._push(now_s + 1.0, "requeue", None)
         if not self._router.is_uneven(LEAST_GAIN_MS, now_s):
             return
-        there = [worker for worker in self.workers.values() if worker.state != "gone"]
-        waiting = [job for worker in there for job in worker.engine.waiting()]
-        for job in sorted(waiting, key=lambda job: job.request.arrival_s):
+        waiting = [
+            job
+            for worker in self.workers.values()
+            if worker.state != "gone"
+            for job in worker.engine.waiting()
+            if now_s - job.request.arrival_s >= LEAST_WAIT_S and job.requeued < MOST_REQUEUES
+        ]
+        waiting.sort(key=lambda job: job.request.arrival_s)
+        again_s = now_s + max(LOOK_AGAIN_S, len(waiting) / LOOKS_A_SECOND)
+        for job in islice((job for job in waiting if job.look_after_s <= now_s), LOOKS_A_SECOND):
             if job.cached_tokens is not None:
                 continue  # it began just now: the one before it went elsewhere
-            if now_s - job.request.arrival_s < LEAST_WAIT_S or job.requeued >= MOST_REQUEUES:
-                continue
+            job.look_after_s = again_s
             wanted = asks(job, avoid=job.prefill)
             try:
                 sooner = is_sooner_elsewhere(self._router, job.attempt, wanted, now_s)

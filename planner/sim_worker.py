@@ -98,6 +98,7 @@ class Job:
     first_own_ms: float = 0.0  # own_ms of the attempt that gave the first token
     resumed: int = 0
     requeued: int = 0
+    look_after_s: float = 0.0  # whether another worker would compute it sooner: not before
     rejected: bool = False
 
 

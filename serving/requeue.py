@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from itertools import islice
 
-from kvrouter.requeue import LEAST_GAIN_MS, LEAST_WAIT_S, LOOK_AGAIN_S, MOST_REQUEUES
+from kvrouter.requeue import (
+    LEAST_GAIN_MS,
+    LEAST_WAIT_S,
+    LOOK_AGAIN_S,
+    LOOKS_A_SECOND,
+    MOST_REQUEUES,
+)
 from serving.engine.base import Mode
 from serving.errors import NoWorker
 from serving.frontend_metrics import FrontendMetrics
@@ -14,7 +21,7 @@ from serving.run import Attempt, Run, Stage
 
 log = logging.getLogger("kvrelay.coordinator")
 
-LOOKS_A_SWEEP = 32  # at a fraction of a millisecond each
+LOOKS_A_SWEEP = LOOKS_A_SECOND // 4
 
 
 class Requeuer:
@@ -32,21 +39,17 @@ class Requeuer:
         """Call it a few times a second. The oldest are looked at first."""
         if not self._able or not self._placer.router.is_uneven(LEAST_GAIN_MS, now):
             return
-        looks = 0
-        for run in self._live:
-            waiting = _waiting(run, now)
-            if waiting is None:
-                continue
-            run.look_after_s = now + LOOK_AGAIN_S
+        waiting = [(run, a) for run in self._live if (a := _waiting(run, now)) is not None]
+        again_s = now + max(LOOK_AGAIN_S, len(waiting) / LOOKS_A_SECOND)  # all of them have their turn
+        due = ((run, attempt) for run, attempt in waiting if run.look_after_s <= now)
+        for run, attempt in islice(due, LOOKS_A_SWEEP):
+            run.look_after_s = again_s
             try:
-                sooner = self._placer.is_sooner_elsewhere(run, waiting, now)
+                sooner = self._placer.is_sooner_elsewhere(run, attempt, now)
             except NoWorker:
                 return
             if sooner:
-                self._requeue(run, waiting, now)
-            looks += 1
-            if looks == LOOKS_A_SWEEP:
-                return
+                self._requeue(run, attempt, now)
 
     def _requeue(self, run: Run, waiting: Attempt, now: float) -> None:
         """As if it came now, but the request's own deadline goes on. That of the queue begins anew: the new
@@ -61,10 +64,9 @@ class Requeuer:
 
 
 def _waiting(run: Run, now: float) -> Attempt | None:
-    """The attempt that is to compute its prompt and has not begun, if it is time to look."""
+    """The attempt that is to compute its prompt and has not begun, if it may go elsewhere."""
     if (
         run.stage is not Stage.QUEUE
-        or now < run.look_after_s
         or now - run.stage_s < LEAST_WAIT_S
         or run.requeues >= MOST_REQUEUES
         or run.waits_after is not None
