@@ -22,8 +22,8 @@ class MovedElsewhere:
     def metadata(self) -> bytes:
         return b""
 
-    def add_peer(self, peer: PeerInfo) -> None:
-        pass
+    def add_peer(self, peer: PeerInfo) -> bool:
+        return False
 
     def remove_peer(self, agent: str) -> None:
         pass

@@ -140,10 +140,17 @@ class KvIo:
         Raises TransferTimeout or PeerGone. Connecting to an unreachable host blocks the thread, and so
         every other read, for as long as the kernel tries (facts: minutes): dial the peer's link first.
         """
-        connected = asyncio.get_running_loop().time()
-        await self._call(lambda transfer: transfer.add_peer(peer), deadline_s)
-        left_s = deadline_s - (asyncio.get_running_loop().time() - connected)
-        await self.read(peer.agent, [], [], b"", left_s, token=None)
+        now = asyncio.get_running_loop().time
+        until_s = now() + deadline_s
+        was_kept = await self._call(lambda transfer: transfer.add_peer(peer), deadline_s)
+        try:
+            await self.read(peer.agent, [], [], b"", until_s - now(), token=None)
+        except PeerGone:
+            if not was_kept:
+                raise
+            # The connection broke while nobody read: once more, with a new one.
+            await self._call(lambda transfer: transfer.add_peer(peer), until_s - now())
+            await self.read(peer.agent, [], [], b"", until_s - now(), token=None)
 
     def remove_peer(self, agent: str) -> None:
         """No new reads of `agent`; those in flight fail for their callers now and end when they end."""

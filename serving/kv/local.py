@@ -60,12 +60,14 @@ class LocalTransfer:
     def metadata(self) -> bytes:
         return self.agent.encode()
 
-    def add_peer(self, peer: PeerInfo) -> None:
+    def add_peer(self, peer: PeerInfo) -> bool:
         if peer.metadata != peer.agent.encode():
             raise TransferError(f"metadata is not of agent {peer.agent!r}")
         if peer.agent not in self._switchboard.transfers:
             raise PeerGone(f"{peer.agent}: no such agent")
+        known = peer.agent in self._peers
         self._peers[peer.agent] = peer
+        return known
 
     def remove_peer(self, agent: str) -> None:
         self._peers.pop(agent, None)

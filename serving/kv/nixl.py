@@ -7,6 +7,8 @@ What was measured and shapes this file (NIXL 1.5.1):
 * Neither releasing a handle nor removing the peer stops an RMA: over tcp its bytes still land when the
   peer wakes up. So a read in flight keeps its handle and its peer until NIXL says that it ended.
 * After a disconnect a peer must be removed before it can be added again under its name.
+* Removing a peer that lives closes nothing: to add it again costs both sides two more sockets over tcp. So
+  one that was given up is kept for a while, and taken up again as it is.
 * NIXL has no time-out of its own. A frozen peer stays in progress for ever; a host cut off for good too,
   unless the *deployment* sets UCX_TCP_USER_TIMEOUT (say 5s: under the lease time, over expected blips).
   Hosts with several interfaces want UCX_NET_DEVICES. Both are read by UCX when `open` runs.
@@ -34,6 +36,9 @@ from serving.kv.transfer import PeerInfo, ReadEnded, ReadId, ReadState, Transfer
 
 # Failures reach the caller as errors; UCX's and NIXL's own warnings would only repeat them on stderr.
 QUIET = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+KEPT_S = (
+    60.0  # a peer that was given up; longer outages are rare, and a process that ended closes its sockets
+)
 SCRATCH_BYTES = 64  # where a read that only connects puts its bytes
 PROBE_BYTES = 8
 
@@ -43,7 +48,7 @@ class _Peer:
     info: PeerInfo
     blocks: Any  # prepared list of all its blocks
     failed: bool = False  # disconnected: must be removed before it can be added again
-    leaving: bool = False
+    given_up_s: float | None = None  # since when no new reads are allowed
     reads: set[ReadId] = field(default_factory=set)
 
 
@@ -68,6 +73,7 @@ class NixlTransfer:
         self._scratch = ctypes.create_string_buffer(SCRATCH_BYTES)
         self._blocks: Any = None  # prepared list of our own blocks
         self._peers: dict[str, _Peer] = {}
+        self._given_up: set[str] = set()
         self._reads: dict[ReadId, _Read] = {}
         self._last_id = 0
 
@@ -88,12 +94,13 @@ class NixlTransfer:
         blob: bytes = self._agent.get_agent_metadata()
         return blob
 
-    def add_peer(self, peer: PeerInfo) -> None:
+    def add_peer(self, peer: PeerInfo) -> bool:
         """A peer that failed is removed and added anew, once its last read has ended."""
         known = self._peers.get(peer.agent)
-        if known is not None and not known.failed:
-            known.leaving = False
-            return
+        if known is not None and not known.failed and known.info == peer:
+            known.given_up_s = None
+            self._given_up.discard(peer.agent)
+            return True
         if known is not None:
             if known.reads:
                 raise PeerGone(f"{peer.agent}: disconnected, with reads that have not ended")
@@ -114,20 +121,22 @@ class NixlTransfer:
         except Exception as error:
             raise PeerGone(f"{peer.agent}: cannot connect: {_text(error)}") from error
         self._peers[peer.agent] = _Peer(peer, prepared)
+        return False
 
     def remove_peer(self, agent: str) -> None:
         peer = self._peers.get(agent)
-        if peer is None:
+        if peer is None or peer.given_up_s is not None:
             return
-        peer.leaving = True
-        if not peer.reads:
+        peer.given_up_s = monotonic()
+        self._given_up.add(agent)
+        if peer.failed and not peer.reads:
             self._forget(peer)
 
     def start_read(
         self, peer: str, source: list[BlockId], target: list[BlockId], note: bytes = b""
     ) -> ReadId:
         to = self._peers.get(peer)
-        if to is None or to.failed or to.leaving:
+        if to is None or to.failed or to.given_up_s is not None:
             raise PeerGone(f"{peer}: not connected")
         assert self._memory is not None
         _check_ids(source, to.info.n_blocks, "the peer's")
@@ -165,6 +174,8 @@ class NixlTransfer:
                 if state != "DONE":
                     error = error or "NIXL reports an error"
             ended.append(self._end(read_id, read, error))
+        if self._given_up:
+            self._forget_old(monotonic() - KEPT_S)
         return ended, notes
 
     @property
@@ -205,13 +216,19 @@ class NixlTransfer:
         else:
             totals.failures += 1
             peer.failed = True
-        if peer.leaving and not peer.reads:
+        if peer.given_up_s is not None and peer.failed and not peer.reads:
             self._forget(peer)
         return ReadEnded(read_id, ReadState.DONE if error is None else ReadState.FAILED, error)
+
+    def _forget_old(self, before_s: float) -> None:
+        for peer in [self._peers[agent] for agent in self._given_up]:
+            if peer.given_up_s is not None and peer.given_up_s < before_s and not peer.reads:
+                self._forget(peer)
 
     def _forget(self, peer: _Peer) -> None:
         """Only ever without reads in flight."""
         del self._peers[peer.info.agent]
+        self._given_up.discard(peer.info.agent)
         _release(peer.blocks)
         try:
             self._agent.remove_remote_agent(peer.info.agent)

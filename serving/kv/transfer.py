@@ -67,13 +67,16 @@ class Transfer(Protocol):
 
     def metadata(self) -> bytes: ...
 
-    def add_peer(self, peer: PeerInfo) -> None:
-        """Idempotent. Raises TransferError; may block for as long as a connect takes."""
+    def add_peer(self, peer: PeerInfo) -> bool:
+        """Idempotent; True if it was still connected.
+
+        Raises TransferError; may block for as long as a connect takes.
+        """
 
     def remove_peer(self, agent: str) -> None:
-        """Take no new reads of the peer and forget it once those in flight ended (told by `poll`).
+        """Take no new reads of the peer, and forget it in a while or once those in flight have ended.
 
-        Unknown names are ignored.
+        Their ends are told by `poll`. Unknown names are ignored.
         """
 
     def start_read(

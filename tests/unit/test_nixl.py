@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -25,7 +26,7 @@ from serving.engine.base import BlockId, KVMemory
 from serving.errors import PeerGone, TransferError, TransferTimeout
 from serving.kv.io import KvIo
 from serving.kv.nixl import NixlTransfer
-from serving.kv.transfer import PeerInfo
+from serving.kv.transfer import PeerInfo, ReadId
 
 BLOCK_BYTES, N_BLOCKS = 1 << 16, 64
 SPAWN = mp.get_context("spawn")
@@ -82,6 +83,10 @@ def new_owner(agent: str, fill: int) -> Iterator[Owner]:
         process.join(5)
 
 
+def open_files(pid: int | None) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
 async def until(condition: Callable[[], bool], seconds: float = SETTLE_S) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
@@ -133,6 +138,58 @@ async def test_killed_peer_is_gone_and_can_be_added_again(reader: KvIo) -> None:
         await reader.add_peer(owner.info, START_S)
         await reader.read("owner-c", ids(1), ids(1), b"", SETTLE_S, token=3)
         assert block_of(reader.memory, 1) == b"\x09" * BLOCK_BYTES
+
+
+async def test_a_peer_that_comes_and_goes_costs_no_descriptors(reader: KvIo) -> None:
+    """As a worker that freezes now and then. NIXL closes no connection to a peer that lives."""
+    with new_owner("owner-i", 7) as owner:
+
+        async def come_and_go() -> int:
+            await reader.add_peer(owner.info, START_S)
+            await reader.read("owner-i", ids(0), ids(0), b"", SETTLE_S, token=1)
+            reader.remove_peer("owner-i")
+            with pytest.raises(PeerGone):
+                await reader.read("owner-i", ids(0), ids(0), b"", SETTLE_S, token=1)
+            return open_files(os.getpid()) + open_files(owner.process.pid)
+
+        first = await come_and_go()
+        assert [await come_and_go() for _ in range(4)] == [first] * 4
+
+
+async def test_a_kept_connection_that_broke_meanwhile_is_made_anew(reader: KvIo) -> None:
+    with new_owner("owner-j", 7) as owner:
+        await reader.add_peer(owner.info, START_S)
+        reader.remove_peer("owner-j")
+        transfer = reader._transfer
+        assert isinstance(transfer, NixlTransfer)
+        posts = 0
+        post = transfer.start_read
+
+        def broken_once(*args: Any) -> ReadId:
+            nonlocal posts
+            posts += 1
+            if posts == 1:  # as NIXL tells of a connection that its peer or the kernel has reset
+                transfer._peers["owner-j"].failed = True
+                raise PeerGone("owner-j: read not posted: NIXL_ERR_REMOTE_DISCONNECT")
+            return post(*args)
+
+        transfer.start_read = broken_once  # type: ignore[method-assign]
+        await reader.add_peer(owner.info, START_S)
+        await reader.read("owner-j", ids(0), ids(0), b"", SETTLE_S, token=1)
+        assert posts == 3
+
+
+async def test_a_peer_that_was_given_up_is_forgotten_in_a_while(
+    reader: KvIo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that were replaced never come back."""
+    monkeypatch.setattr("serving.kv.nixl.KEPT_S", 0.3)
+    transfer = reader._transfer
+    assert isinstance(transfer, NixlTransfer)
+    with new_owner("owner-k", 7) as owner:
+        await reader.add_peer(owner.info, START_S)
+        reader.remove_peer("owner-k")
+        await until(lambda: not transfer._peers and not transfer._given_up)
 
 
 async def test_wrong_ids_and_metadata_are_refused(reader: KvIo) -> None:
