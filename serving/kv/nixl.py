@@ -36,9 +36,8 @@ from serving.kv.transfer import PeerInfo, ReadEnded, ReadId, ReadState, Transfer
 
 # Failures reach the caller as errors; UCX's and NIXL's own warnings would only repeat them on stderr.
 QUIET = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
-KEPT_S = (
-    60.0  # a peer that was given up; longer outages are rare, and a process that ended closes its sockets
-)
+# A peer that was given up. Longer outages are rare, and a process that ended closes its sockets.
+KEPT_S = 60.0
 SCRATCH_BYTES = 64  # where a read that only connects puts its bytes
 PROBE_BYTES = 8
 
