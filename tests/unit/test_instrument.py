@@ -11,7 +11,7 @@ import pytest
 from benchmarks.instrument import PRIORITY, Lateness, ahead_of_the_server
 
 AUTOGROUP = Path("/proc/self/autogroup")
-# Kernels without autogroups lack the file; a process outside any (a container's, one started at boot) reads "".
+# A kernel without autogroups lacks the file; a process in none (a container's first) reads "" from it.
 IN_AUTOGROUP = AUTOGROUP.exists() and AUTOGROUP.read_text() != ""
 NICENESS = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
 
