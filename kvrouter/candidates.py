@@ -33,7 +33,7 @@ def candidates(
         ident = load.view.ident
         cached = min(matched.get(ident, 0) * size, most_cached)
         way = cheapest_prefix(load.models, prompt, cached, best, most_cached)
-        due = load.due_s(way.ms, now_s)
+        due = load.due_s(way.ms, now_s - demand.waited_s)
         in_flight, kv_blocks = load.in_flight, load.kv_blocks
         seen.append(
             Candidate(

@@ -28,6 +28,7 @@ class Demand:
     best_prefill_ms: float = 0.0  # there
     session_worker: str | None = None  # where the session's last request went
     lender: tuple[str, int] | None = None  # who has the longest prefix to be read from it now, in blocks
+    waited_s: float = 0.0  # its client, until now
 
 
 @dataclass(slots=True)

@@ -41,6 +41,7 @@ class Booking:
     booked_s: float
     counted_tokens: int = 0  # as which reports count it until it begins: not in the cache now
     limit_s: float = inf  # when its first token should be out
+    waited_s: float = 0.0  # its client, before it was booked
     computed: bool = False
 
 
@@ -101,7 +102,7 @@ class WorkerLoad:
         if booking.computes:
             self._computing[booking.attempt] = booking
             self._own_tokens += booking.uncached_tokens
-            due = due_s(self.order, now_s, booking.prefill_ms)
+            due = due_s(self.order, now_s - booking.waited_s, booking.prefill_ms)
             self._backlog.add(booking.attempt, due, booking.prefill_ms, now_s, booking.limit_s)
 
     def begun(self, attempt: int, cached_tokens: int, now_s: float) -> None:
@@ -275,8 +276,8 @@ class WorkerLoad:
 
     # ------------------------------------------------------------ predictions
 
-    def due_s(self, prefill_ms: float, now_s: float) -> float:
-        return due_s(self.order, now_s, prefill_ms)
+    def due_s(self, prefill_ms: float, arrived_s: float) -> float:
+        return due_s(self.order, arrived_s, prefill_ms)
 
     def wait_ms(self, due_s: float, now_s: float) -> float:
         """Until a prompt due then, arriving now, is computed up to its own work."""

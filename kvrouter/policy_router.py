@@ -122,6 +122,7 @@ class PolicyRouter:
             prompt_tokens=len(request.tokens),
             output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
             session_worker=None if request.session is None else self._sessions.get(request.session),
+            waited_s=request.waited_s,
         )
         if request.hashes is None:
             size = decoders[0].view.block_tokens
@@ -260,6 +261,7 @@ class PolicyRouter:
                 booked_s=now_s,
                 counted_tokens=max(prompt - stored, 1),
                 limit_s=request.limit_s,
+                waited_s=request.waited_s,
             ),
             now_s,
         )
@@ -319,6 +321,14 @@ class PolicyRouter:
     def until_computed_ms(self, attempt: int, now_s: float) -> float | None:
         worker = self._attempts.get(attempt)
         return None if worker is None else self._loads[worker].until_computed_ms(attempt, now_s)
+
+    def can_spare(self, worker: str) -> bool:
+        leaving = self._loads.get(worker)
+        return leaving is not None and any(
+            load.view.role == leaving.view.role and not load.view.draining
+            for load in self._loads.values()
+            if load is not leaving
+        )
 
     def is_uneven(self, by_ms: float, now_s: float) -> bool:
         least: dict[str, float] = {}

@@ -6,23 +6,44 @@ one turns out to be slow: what came before would stand where it was sent, and wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Protocol, TypeVar
+
 from kvrouter.router import Router, RouterRequest
 
 __all__ = [
     "LEAST_GAIN_MS",
     "LEAST_WAIT_S",
     "LOOKS_A_SECOND",
-    "LOOK_AGAIN_S",
     "MOST_REQUEUES",
     "is_sooner_elsewhere",
+    "whose_turn",
 ]
 
 LEAST_WAIT_S = 1.0  # on a worker, before anyone looks
 LOOK_AGAIN_S = 1.0
 LOOKS_A_SECOND = 32  # at half a millisecond each, with 64 workers a pool: tokens wait meanwhile
-MOST_REQUEUES = 2  # of a prompt: each costs it its place in an order
-LEAST_GAIN_MS = 1000.0  # to move costs a message, and the prompt's place in the old worker's order
+MOST_REQUEUES = 2  # of a prompt: what looks free to all of them must not be asked for ever
+LEAST_GAIN_MS = 1000.0  # predictions differ by less than that from one look to the next
 MOST_LEFT = 0.7  # elsewhere, of the time that is left here: predictions are not exact
+
+
+class Waits(Protocol):
+    """A request whose prompt waits."""
+
+    look_after_s: float  # whether another worker would be sooner: not before
+
+
+T = TypeVar("T", bound=Waits)
+
+
+def whose_turn(waiting: Sequence[T], now_s: float, most: int) -> Iterator[T]:
+    """At most so many to look at now, the first ones first; each is put off until all had their turn."""
+    again_s = now_s + max(LOOK_AGAIN_S, len(waiting) / LOOKS_A_SECOND)
+    for one in islice((one for one in waiting if one.look_after_s <= now_s), most):
+        one.look_after_s = again_s
+        yield one
 
 
 def is_sooner_elsewhere(router: Router, attempt: int, wanted: RouterRequest, now_s: float) -> bool:

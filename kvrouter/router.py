@@ -47,6 +47,7 @@ class RouterRequest:
     hashes: Sequence[int] | None = None  # of the full blocks of `tokens`; None: the router makes them
     choice: Choice | None = None  # what `choose` answered last, for `book`
     limit_s: float = inf  # when its first token should be out, for `book`
+    waited_s: float = 0.0  # its client, for the next token: it is as old as that in a worker's order
 
 
 @dataclass(slots=True)
@@ -114,6 +115,9 @@ class Router(Protocol):
 
     def until_computed_ms(self, attempt: int, now_s: float) -> float | None:
         """From now until its prompt is computed, as predicted; None: no prompt of it is to be computed."""
+
+    def can_spare(self, worker: str) -> bool:
+        """Another worker of its role is there and not leaving: `choose` need not fall back on this one."""
 
     def is_uneven(self, by_ms: float, now_s: float) -> bool:
         """Some worker has so much less to compute than another one of its role. Cheap."""

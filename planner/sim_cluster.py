@@ -15,7 +15,6 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any
 
 from kvrouter.events import CacheEvents
@@ -25,13 +24,13 @@ from kvrouter.policy_router import PolicyRouter, build_router
 from kvrouter.requeue import (
     LEAST_GAIN_MS,
     LEAST_WAIT_S,
-    LOOK_AGAIN_S,
     LOOKS_A_SECOND,
     MOST_REQUEUES,
     is_sooner_elsewhere,
+    whose_turn,
 )
 from kvrouter.router import WorkerView
-from planner.observation import Arrival, FittedTimes, Observation, PoolSeen, VariantDecision
+from planner.observation import Arrival, FittedTimes, Observation, VariantDecision
 from planner.observe import Observer
 from planner.sim_setup import (
     ROLES,
@@ -44,6 +43,7 @@ from planner.sim_setup import (
     asks,
     cost_of_leaving,
     places,
+    pools_seen,
     sample,
 )
 from planner.sim_worker import Job, SimWorker
@@ -104,7 +104,7 @@ class Cluster:
         end_s = requests[-1].arrival_s if requests else 0.0
         self.observer.reported(0.0)
         self._tick(0.0)
-        self._push(LOOK_AGAIN_S, "requeue", None)
+        self._push(1.0, "requeue", None)
         while request is not None or (events and (self._live or self._held)):
             if request is not None and (not events or request.arrival_s <= events[0][0]):
                 self._arrive(request)
@@ -143,7 +143,7 @@ class Cluster:
         self._place(job, request.arrival_s, first=True)
 
     def _place(self, job: Job, now_s: float, *, first: bool = False, avoid: str | None = None) -> None:
-        wanted = asks(job, avoid)
+        wanted = asks(job, avoid, now_s)
         try:
             choice = self._router.choose(wanted, now_s)
         except NoWorker:
@@ -181,23 +181,25 @@ class Cluster:
             if now_s - job.request.arrival_s >= LEAST_WAIT_S and job.requeued < MOST_REQUEUES
         ]
         waiting.sort(key=lambda job: job.request.arrival_s)
-        again_s = now_s + max(LOOK_AGAIN_S, len(waiting) / LOOKS_A_SECOND)
-        for job in islice((job for job in waiting if job.look_after_s <= now_s), LOOKS_A_SECOND):
-            if job.cached_tokens is not None:
-                continue  # it began just now: the one before it went elsewhere
-            job.look_after_s = again_s
-            wanted = asks(job, avoid=job.prefill)
+        for job in whose_turn(waiting, now_s, LOOKS_A_SECOND):
+            if job.cached_tokens is not None:  # it began just now: the one before it went elsewhere
+                continue
+            wanted = asks(job, job.prefill, now_s)
             try:
                 sooner = is_sooner_elsewhere(self._router, job.attempt, wanted, now_s)
             except NoWorker:
                 return
             if sooner:
-                old = self.workers[job.prefill]
-                old.engine.withdraw(job, now_s)
-                self._release(job)
                 job.requeued += 1
-                self._place(job, now_s, avoid=old.ident)
-                self._after(old, now_s)
+                self._place_elsewhere(job, job.prefill, now_s)
+
+    def _place_elsewhere(self, job: Job, avoid: str, now_s: float) -> None:
+        """Its prompt has not begun."""
+        old = self.workers[job.prefill]
+        old.engine.withdraw(job, now_s)
+        self._release(job)
+        self._place(job, now_s, avoid=avoid)
+        self._after(old, now_s)
 
     def _after(self, worker: Replica, now_s: float) -> None:
         """Something changed on the worker: say what began, plan its next event, let it go if it may."""
@@ -217,6 +219,7 @@ class Cluster:
         computed, ended = worker.engine.advance(now_s)
         for job in computed:
             self._router.computed(job.attempt, now_s)
+            job.waits_since_s = now_s
             if job.first_token_s is None:
                 job.first_token_s = now_s
                 job.first_own_ms = job.own_ms
@@ -332,6 +335,8 @@ class Cluster:
         """`emitted` None: no more than the first token, if that."""
         if emitted is None:
             emitted = 0 if job.first_token_s is None else 1
+        else:
+            job.waits_since_s = now_s
         job.context_tokens += emitted
         job.left_tokens = max(job.left_tokens - emitted, 1)
         job.cached_tokens = None
@@ -353,23 +358,12 @@ class Cluster:
         self._push(now_s + self.policy.interval_s, "tick", None)
 
     def _observe(self, now_s: float) -> Observation:
-        pools: dict[str, PoolSeen] = {}
-        for name in ROLES:
-            own = [w for w in self.workers.values() if w.deployment == name]
-            ready = [w for w in own if w.state == "ready"]
-            lent = sum(1 for w in ready if (w.becomes or w.role) != name)
-            pools[name] = PoolSeen(
-                ready=len(ready) - lent,
-                lent=lent,
-                starting=sum(1 for w in own if w.state in ("pending", "starting")),
-                draining=sum(1 for w in own if w.state == "draining"),
-            )
         oldest = [s for w in self.workers.values() if (s := w.engine.oldest_s()) is not None]
         oldest += [job.request.arrival_s for job in self._held]
         times = self.setup.times
         seen = self.observer.observe(
             now_s,
-            pools,
+            pools_seen(self.workers.values()),
             queue_age_s=now_s - min(oldest) if oldest else 0.0,
             queued=sum(w.engine.queued for w in self.workers.values()) + len(self._held),
             decoding=sum(w.engine.batch for w in self.workers.values()),
@@ -409,8 +403,7 @@ class Cluster:
             worker.state, worker.gone_s = "gone", now_s
             return
         worker.state, worker.becomes = "draining", None
-        self._show(worker, draining=True)
-        self._let_go(worker.ident, now_s)
+        self._empty(worker, now_s)
 
     def _lend(self, deployment: str, role: str, count: int, now_s: float) -> None:
         """`count` workers of `deployment` shall play `role`."""
@@ -428,7 +421,16 @@ class Cluster:
             self._show(worker, draining=False)
             return
         worker.becomes = role
+        self._empty(worker, now_s)
+
+    def _empty(self, worker: Replica, now_s: float) -> None:
+        """It leaves its role when the last of its jobs is done; as `serving.moving`, but what decodes here
+        stays."""
         self._show(worker, draining=True)
+        if self._router.can_spare(worker.ident):
+            for job in [job for job in self._live.values() if job.decode == worker.ident]:
+                if job.stage == "prefill" and job.cached_tokens is None:
+                    self._place_elsewhere(job, worker.ident, now_s)
         self._let_go(worker.ident, now_s)
 
     # ------------------------------------------------------------

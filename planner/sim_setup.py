@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrouter.deadline import Order
 from kvrouter.router import Choice, RouterRequest
-from planner.observation import Decision, Observation, VariantDecision
+from planner.observation import Decision, Observation, PoolSeen, VariantDecision
 from planner.sim_worker import EngineTimes, Job, SimWorker
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "asks",
     "cost_of_leaving",
     "places",
+    "pools_seen",
     "sample",
 ]
 
@@ -91,6 +92,22 @@ class Sample:
     reason: str
 
 
+def pools_seen(workers: Collection[Replica]) -> dict[str, PoolSeen]:
+    """By deployment, as Control counts them."""
+    pools: dict[str, PoolSeen] = {}
+    for name in ROLES:
+        own = [w for w in workers if w.deployment == name]
+        ready = [w for w in own if w.state == "ready"]
+        lent = sum(1 for w in ready if (w.becomes or w.role) != name)
+        pools[name] = PoolSeen(
+            ready=len(ready) - lent,
+            lent=lent,
+            starting=sum(1 for w in own if w.state in ("pending", "starting")),
+            draining=sum(1 for w in own if w.state == "draining"),
+        )
+    return pools
+
+
 def sample(now_s: float, workers: Sequence[Replica], decision: VariantDecision) -> Sample:
     """What is there at a tick that decided so."""
     states = [worker.state for worker in workers]
@@ -108,7 +125,7 @@ def sample(now_s: float, workers: Sequence[Replica], decision: VariantDecision) 
     )
 
 
-def asks(job: Job, avoid: str | None) -> RouterRequest:
+def asks(job: Job, avoid: str | None, now_s: float) -> RouterRequest:
     """What it asks of the router; `avoid`: a worker that is taken only when nobody else is left."""
     return RouterRequest(
         tokens=array("I", bytes(4 * job.context_tokens)),  # only its length is looked at
@@ -116,6 +133,7 @@ def asks(job: Job, avoid: str | None) -> RouterRequest:
         max_tokens=MOST_OUTPUT_TOKENS,
         avoid=frozenset() if avoid is None else frozenset((avoid,)),
         hashes=job.request.hashes,
+        waited_s=now_s - job.waits_since_s,
     )
 
 

@@ -89,6 +89,7 @@ class Job:
     prefill: str = ""  # workers
     decode: str = ""
     due_s: float = 0.0
+    waits_since_s: float = field(init=False)  # its client, for the next token
     cached_tokens: int | None = None  # found when its prefill began
     own_ms: float = 0.0  # T_prefill of the tokens it had to compute
     left_ms: float = 0.0
@@ -100,6 +101,9 @@ class Job:
     requeued: int = 0
     look_after_s: float = 0.0  # whether another worker would compute it sooner: not before
     rejected: bool = False
+
+    def __post_init__(self) -> None:
+        self.waits_since_s = self.request.arrival_s
 
 
 OnStored = Callable[[str, Sequence[int], int, list[int]], None]
@@ -141,7 +145,7 @@ class SimWorker:
         cached = self.cache.match(job.request.hashes) * BLOCK_TOKENS
         uncached = max(job.context_tokens - cached, 1)
         job.left_ms = self.times.prefill_ms(uncached, job.context_tokens)
-        job.due_s = due_s(self.order, now_s, job.left_ms)
+        job.due_s = due_s(self.order, job.waits_since_s, job.left_ms)
         heapq.heappush(self._waiting, (job.due_s, job.attempt, job))
         if self._running is None:
             self._next_slice()

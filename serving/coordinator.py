@@ -79,8 +79,8 @@ class Coordinator:
         self._router = router
         self._breakers = self._placer.breakers
         self._budget = RetryBudget(max_inflight)
-        self._mover = Mover(self._live, self._placer, metrics, able=capabilities.migrate_kv)
         self._requeuer = Requeuer(self._live, self._placer, metrics, able=capabilities.tells_begun)
+        self._mover = Mover(self._live, self._placer, self._requeuer, metrics, able=capabilities.migrate_kv)
         self._demand = Demand()
 
     @property

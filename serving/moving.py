@@ -1,4 +1,4 @@
-"""Moves of running streams from one decode worker to another, as the frontend sees them.
+"""Moves of streams from one decode worker to another, as the frontend sees them.
 
 move_from    a submit to the target, which reads the KV from the source; the source goes on meanwhile
 moved        the source gave the run up: its reader has everything
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from serving.errors import NoWorker
 from serving.frontend_metrics import FrontendMetrics
 from serving.placement import Placer
+from serving.requeue import Requeuer
 from serving.run import Attempt, Run, Stage
 
 log = logging.getLogger("kvrelay.coordinator")
@@ -24,14 +25,22 @@ MOVED = "moved"  # reason of an Ended whose run goes on at the reader of its KV
 
 
 class Mover:
-    """`live` are the coordinator's runs; `able`: the engines can hand over what they decode."""
+    """`live` are the coordinator's runs; `able`: the engines can hand over what they decode. Those that
+    only wait for their prompt are `requeuer`'s to move."""
 
     def __init__(
-        self, live: Iterable[Run], placer: Placer, metrics: FrontendMetrics, *, able: bool
+        self,
+        live: Iterable[Run],
+        placer: Placer,
+        requeuer: Requeuer,
+        metrics: FrontendMetrics,
+        *,
+        able: bool,
     ) -> None:
         self._able = able
         self._live = live
         self._placer = placer
+        self._requeuer = requeuer
         self._metrics = metrics
 
     def move_from(self, worker: str, now: float) -> int:
@@ -40,7 +49,8 @@ class Mover:
         Returns how many attempts are there. Those that cannot be moved go on where they are.
         """
         there = moving = 0
-        waiting: list[tuple[Run, Attempt]] = []
+        running: list[tuple[Run, Attempt]] = []
+        waiting: list[Run] = []
         for run in self._live:
             for attempt in run.attempts.values():
                 if attempt.worker != worker:
@@ -48,9 +58,14 @@ class Mover:
                 there += 1
                 if run.move is not None:
                     moving += run.move.source == attempt.ident
-                elif run.stage is Stage.DECODE and attempt in run.decoding:
-                    waiting.append((run, attempt))
-        for run, attempt in waiting if self._able else ():
+                elif attempt not in run.decoding:
+                    continue
+                elif run.stage is Stage.DECODE:
+                    running.append((run, attempt))
+                else:
+                    waiting.append(run)
+        self._requeuer.leave(worker, waiting, now)
+        for run, attempt in running if self._able else ():
             if moving >= MOVES_AT_ONCE:
                 break
             if now < run.move_after_s:

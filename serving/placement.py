@@ -95,11 +95,11 @@ class Placer:
         wanted = self._wanted(run, now, avoid=waiting.worker)
         return is_sooner_elsewhere(self.router, waiting.ident, wanted, now)
 
-    def place_elsewhere(self, run: Run, waiting: Attempt, now: float) -> None:
-        """Take its attempts back and place it anew; `is_sooner_elsewhere` has just found a worker."""
+    def place_elsewhere(self, run: Run, worker: str, now: float) -> None:
+        """Take its attempts back and place it anew, not on `worker`, which another one can replace."""
         for attempt in list(run.attempts.values()):
             self.take_back(run, attempt)
-        self.place(run, now, avoid=waiting.worker)
+        self.place(run, now, avoid=worker)
 
     def move(self, run: Run, source: Attempt, now: float) -> None:
         """Start to move `run`, which decodes as `source`, to another decode worker with its KV.
@@ -143,6 +143,7 @@ class Placer:
             session=request.session,
             avoid=avoided if avoid is None else avoided | {avoid},
             limit_s=run.limit_s,
+            waited_s=max(now - run.last_s, 0.0),
         )
 
     def _submit(
@@ -179,6 +180,7 @@ class Placer:
                 adapter=request.adapter or "",
                 reserve_tokens=RESERVE_TOKENS if handoff is not None and handoff.live else 0,
                 uncached_tokens=_uncached(wanted),
+                waited_ms=int(wanted.waited_s * 1e3),
             )
         )
         return attempt

@@ -1,4 +1,5 @@
-"""Prompts that wait on one worker go to another one that was added, or got free."""
+"""Prompts that wait on one worker go to another one: that was added, or got free, or stays while this one
+leaves. A prompt keeps its age in the order of the worker it comes to (`Submit.waited_ms`)."""
 
 from __future__ import annotations
 
@@ -9,15 +10,15 @@ from itertools import islice
 from kvrouter.requeue import (
     LEAST_GAIN_MS,
     LEAST_WAIT_S,
-    LOOK_AGAIN_S,
     LOOKS_A_SECOND,
     MOST_REQUEUES,
+    whose_turn,
 )
 from serving.engine.base import Mode
 from serving.errors import NoWorker
 from serving.frontend_metrics import FrontendMetrics
 from serving.placement import Placer
-from serving.run import Attempt, Run, Stage
+from serving.run import Run, Stage
 
 log = logging.getLogger("kvrelay.coordinator")
 
@@ -39,40 +40,46 @@ class Requeuer:
         """Call it a few times a second. The oldest are looked at first."""
         if not self._able or not self._placer.router.is_uneven(LEAST_GAIN_MS, now):
             return
-        waiting = [(run, a) for run in self._live if (a := _waiting(run, now)) is not None]
-        again_s = now + max(LOOK_AGAIN_S, len(waiting) / LOOKS_A_SECOND)  # all of them have their turn
-        due = ((run, attempt) for run, attempt in waiting if run.look_after_s <= now)
-        for run, attempt in islice(due, LOOKS_A_SWEEP):
-            run.look_after_s = again_s
+        waiting = [run for run in self._live if _waits(run, now)]
+        for run in whose_turn(waiting, now, LOOKS_A_SWEEP):
+            computes = next(a for a in run.attempts.values() if a.mode is not Mode.DECODE)
             try:
-                sooner = self._placer.is_sooner_elsewhere(run, attempt, now)
+                sooner = self._placer.is_sooner_elsewhere(run, computes, now)
             except NoWorker:
                 return
             if sooner:
-                self._requeue(run, attempt, now)
+                self._requeue(run, computes.worker, now)
+                run.requeues += 1
 
-    def _requeue(self, run: Run, waiting: Attempt, now: float) -> None:
-        """As if it came now, but the request's own deadline goes on. That of the queue begins anew: the new
+    def leave(self, worker: str, runs: Iterable[Run], now: float) -> None:
+        """`worker`, which was to decode `runs`, leaves: those whose prompts have not begun go elsewhere, a
+        few with each call. It would have to stay until the last of them was computed."""
+        if self._able and self._placer.router.can_spare(worker):
+            for run in islice(filter(_not_begun, runs), LOOKS_A_SWEEP):
+                self._requeue(run, worker, now)
+
+    def _requeue(self, run: Run, worker: str, now: float) -> None:
+        """Not on `worker`. The request's own deadline goes on; that of the queue begins anew: the new
         worker is not to blame for the old one's."""
         waited_s, tries = now - run.stage_s, run.tries
-        self._placer.place_elsewhere(run, waiting, now)
+        self._placer.place_elsewhere(run, worker, now)
         run.waited_s += waited_s
         run.tries = tries
-        run.requeues += 1
         self._metrics.requeued.inc()
-        log.debug("%s waited on %s: placed anew", run.request.request_id, waiting.worker)
+        log.debug("%s waited on %s: placed anew", run.request.request_id, worker)
 
 
-def _waiting(run: Run, now: float) -> Attempt | None:
-    """The attempt that is to compute its prompt and has not begun, if it may go elsewhere."""
-    if (
-        run.stage is not Stage.QUEUE
-        or now - run.stage_s < LEAST_WAIT_S
-        or run.requeues >= MOST_REQUEUES
-        or run.waits_after is not None
-        or run.early  # decode's word overtakes prefill's: it has begun
-        or run.final is not None
-        or any(attempt.arrived for attempt in run.attempts.values())
-    ):
-        return None
-    return next((a for a in run.attempts.values() if a.mode is not Mode.DECODE), None)
+def _waits(run: Run, now: float) -> bool:
+    """Long enough to look whether another worker would be sooner."""
+    return now - run.stage_s >= LEAST_WAIT_S and run.requeues < MOST_REQUEUES and _not_begun(run)
+
+
+def _not_begun(run: Run) -> bool:
+    """It is placed and, as far as anyone said, no worker has begun with it."""
+    return bool(
+        run.stage is Stage.QUEUE
+        and run.attempts
+        and not run.early  # decode's word overtakes prefill's
+        and run.final is None
+        and not any(attempt.arrived for attempt in run.attempts.values())
+    )

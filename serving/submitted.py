@@ -16,6 +16,7 @@ MOST_STOP_IDS = 4096
 MOST_BIASES = 4096
 MOST_LOGPROBS = 128
 MOST_PRIORITY = 1 << 16
+LONGEST_WAIT_MS = 3_600_000  # who says he waited longer is served as if it were that long
 
 
 def read_submit(submit: Submit, engine: Engine, own_epoch: int) -> Work:
@@ -55,6 +56,7 @@ def read_submit(submit: Submit, engine: Engine, own_epoch: int) -> Work:
         pull_tokens=pull_tokens,
         reserve_tokens=0 if live is None else max(1, submit.reserve_tokens),
         adapter=submit.adapter or None,
+        waited_s=min(submit.waited_ms, LONGEST_WAIT_MS) / 1e3,
     )
 
 

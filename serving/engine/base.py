@@ -100,6 +100,7 @@ class Work:
     pull_tokens: int = 0  # LOCAL, PREFILL: a peer may have so many leading ones, full blocks but not all
     reserve_tokens: int = 0  # DECODE: it decodes elsewhere, where so many more may be drawn; 0: it does not
     adapter: str | None = None  # a LoRA by the name it is configured under
+    waited_s: float = 0.0  # its client, for the next token: elsewhere, before it came here
 
 
 @dataclass(slots=True)

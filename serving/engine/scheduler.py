@@ -98,14 +98,14 @@ class Scheduler:
         else:
             self._live[seq.attempt] = seq
             self._arrivals += 1
-            seq.number, seq.arrived_s = self._arrivals, now_s
+            seq.number, seq.arrived_s = self._arrivals, now_s - work.waited_s
             if seq.mode is not Mode.DECODE:  # its last token is always computed
                 seq.pull_blocks = min(work.pull_tokens, len(tokens) - 1) // self._block_tokens
                 seq.remote = seq.pull_blocks > 0
                 seq.left = self._tables.uncached(seq)
                 if seq.remote:
                     seq.left = min(seq.left, len(tokens) - seq.pull_blocks * self._block_tokens)
-            seq.due_s = self._order.due_s(work.priority, seq.left, len(tokens), now_s)
+            seq.due_s = self._order.due_s(work.priority, seq.left, len(tokens), seq.arrived_s)
             self._prompts.add(seq)
 
     def cancel(self, attempt: AttemptId, quarantine: bool = False) -> None:

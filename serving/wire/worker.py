@@ -51,6 +51,7 @@ class Submit(Message, tag="submit"):
     reserve_tokens: U64 = 0  # with a live hand-off: so many may be drawn there meanwhile (since 2)
     adapter: str = ""  # LoRA (since 2)
     uncached_tokens: U64 | None = None  # to compute there, as predicted (since 2)
+    waited_ms: U64 = 0  # its client, for its next token (since 2)
 
 
 class Cancel(Message, tag="cancel"):

@@ -14,6 +14,7 @@ from benchmarks.planner_replay import STEP_MS
 from kvrouter.deadline import Order
 from kvrouter.router import Choice
 from planner.fit_times import fit_step
+from planner.observation import Decision, Observation
 from planner.settings import Targets
 from planner.sim_cluster import Cluster
 from planner.sim_policies import MeanThroughput, Planner, RequestCount, Static
@@ -316,3 +317,21 @@ def test_what_waits_when_workers_come_is_shared_with_them(monkeypatch: pytest.Mo
     assert sum(job.requeued for job in shared.jobs) >= 50
     assert all(job.finished_s is not None for job in shared.jobs)
     assert shared._router.in_flight == 0
+
+
+class Shrinks(Static):
+    """2 + 2, and from the second tick on 2 + 1."""
+
+    def decide(self, observation: Observation, now_s: float) -> Decision:
+        return Static(2, 2 if now_s < self.interval_s else 1).decide(observation, now_s)
+
+
+def test_a_decode_worker_leaves_without_what_has_not_begun() -> None:
+    """Forty seconds of prompts wait when it is to go; two of them compute, and one answer is decoded."""
+    waiting = [TraceRequest(29.0 + 0.01 * n, 20_000 + n, 4) for n in range(40)]
+    run = simulated(Shrinks(2, 2), [TraceRequest(20.0, 100, 400), *waiting], initial=(2, 2))
+    (left,) = [w for w in run.workers.values() if w.gone_s is not None]
+    assert left.deployment == "decode"
+    assert left.gone_s < 30 + 2 * 2 + 1, "the prompts that computed for it: at most two seconds each"
+    assert all(j.finished_s is not None and j.resumed == 0 for j in run.jobs)
+    assert run._router.in_flight == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -24,8 +25,11 @@ def first_tokens(rig: Rig) -> list[int]:
     return list(rig.told.tokens)
 
 
-def one_token(attempt: int, n_tokens: int, mode: Mode = LOCAL, priority: int = 0) -> Work:
-    return work(attempt, prompt(n_tokens, salt=attempt), mode, max_tokens=1, priority=priority)
+def one_token(
+    attempt: int, n_tokens: int, mode: Mode = LOCAL, priority: int = 0, waited_s: float = 0.0
+) -> Work:
+    asked = work(attempt, prompt(n_tokens, salt=attempt), mode, max_tokens=1, priority=priority)
+    return replace(asked, waited_s=waited_s)
 
 
 # ---------------------------------------------------------------- due times
@@ -103,6 +107,8 @@ def test_a_calibration_is_where_it_starts() -> None:
         pytest.param(Order.DEADLINE, one_token(2, 600), [1, 2], id="longer_waits"),
         pytest.param(Order.DEADLINE, one_token(2, 600, priority=1), [2, 1], id="priority_overtakes"),
         pytest.param(Order.DEADLINE, one_token(2, 20, priority=-1), [1, 2], id="background_waits"),
+        pytest.param(Order.DEADLINE, one_token(2, 600, waited_s=5.0), [2, 1], id="older_overtakes"),
+        pytest.param(Order.FIFO, one_token(2, 600, waited_s=5.0), [2, 1], id="fifo_older_overtakes"),
         pytest.param(Order.FIFO, one_token(2, 20), [1, 2], id="fifo"),
         pytest.param(Order.FIFO, one_token(2, 20, priority=5), [1, 2], id="fifo_knows_no_priority"),
     ],

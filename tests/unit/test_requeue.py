@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrouter.requeue import MOST_REQUEUES
@@ -9,7 +11,7 @@ from serving.breaker import FIRST_OPEN_S, THRESHOLD
 from serving.engine.base import Mode
 from serving.requeue import LOOKS_A_SWEEP
 from serving.wire import Begun, Step, Submit
-from tests.unit.test_coordinator import Bench
+from tests.unit.coordinator_rig import Bench
 
 LONG = 40_000  # two seconds, by the prior of 20k tokens a second
 
@@ -202,3 +204,71 @@ def test_a_sweep_looks_at_few(monkeypatch: pytest.MonkeyPatch):
         bench.now += 0.25
         bench.coordinator.sweep()
     assert len(looks) == len(set(map(id, looks))) == 200, "all have their turn before one has its second"
+
+
+# ------------------------------------------------------------ a decode worker that leaves
+
+
+def draining_bench(runs: int = 6, decode: int = 2) -> Bench:
+    """All prompts on `p0`, the first one begun; their decode workers take turns."""
+    bench = Bench(prefill=1, decode=decode, policy="ttft_regret")
+    for index in range(runs):
+        bench.start(prompt=long_prompt(index))
+    begin(bench, "p0", 0)
+    return bench
+
+
+def leave(bench: Bench, worker: str, times: int = 1) -> int:
+    """How many attempts were there at the last call."""
+    bench.router.add_worker(replace(bench.router.load_of(worker).view, draining=True))
+    return [bench.coordinator.move_from(worker) for _ in range(times)][-1]
+
+
+def test_a_leaving_decode_worker_need_not_wait_for_prompts_that_have_not_begun():
+    bench = draining_bench(20)
+    first = bench.submits("p0")[0].tokens
+    there = [s for s in bench.submits("d0") if s.tokens != first]
+    assert len(there) > LOOKS_A_SWEEP
+    assert leave(bench, "d0") == len(bench.submits("d0"))
+    assert len(bench.cancels("d0")) == LOOKS_A_SWEEP, "a few at a time: tokens wait meanwhile"
+    assert leave(bench, "d0", times=4) == len(bench.submits("d0")) - len(there)
+    again = bench.submits("p0")[20:]
+    assert sorted(s.tokens for s in again) == sorted(s.tokens for s in there)
+    assert {s.handoff.attempt for s in bench.submits("d1")} >= {s.attempt for s in again}
+    assert bench.coordinator.attempts_in_flight == bench.router.in_flight == 40
+
+
+def test_what_has_begun_is_decoded_where_it_was_to_be():
+    bench = draining_bench(2)
+    begin(bench, "p0", 1)
+    before = len(bench.submits("d0"))
+    assert leave(bench, "d0", times=3) == before
+    assert bench.cancels("d0") == []
+
+
+def test_the_last_decode_worker_keeps_what_waits():
+    bench = draining_bench(4, decode=1)
+    assert leave(bench, "d0", times=3) == 4
+    assert bench.cancels("d0") == []
+
+
+def test_a_leaving_prefill_worker_computes_what_it_has():
+    """Elsewhere these prompts would be the last ones; here they are the next ones."""
+    bench = Bench(prefill=2, policy="ttft_regret")
+    for index in range(8):
+        bench.start(prompt=long_prompt(index))
+    leave(bench, "p0", times=3)
+    assert bench.cancels("p0") == []
+
+
+def test_a_prompt_keeps_its_age_wherever_it_goes():
+    bench = bench_with_queue(3)
+    bench.add("p1", "prefill")
+    assert {s.waited_ms for s in bench.submits("p0")} == {0}
+    sweeps(bench, 3)
+    (moved,) = bench.submits("p1")
+    assert 1000 <= moved.waited_ms <= 3000
+    load = bench.router.load_of("p1")
+    booking = load.bookings[moved.attempt]
+    younger = load.due_s(booking.prefill_ms, booking.booked_s - 0.9)
+    assert load.made_to_wait(younger, bench.now) == 0, "what is younger and came there first is after it"
