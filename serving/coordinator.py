@@ -100,6 +100,10 @@ class Coordinator:
         """What came since the last call, and what is; for the planner."""
         return self._demand.report(model, variant, self._live, self._router.models(), self._clock())
 
+    def turned_away(self) -> None:
+        """A request that may have been for this variant was refused unread."""
+        self._demand.turned_away(self._clock())
+
     def uses(self, worker: str) -> bool:
         """Some run has an attempt on `worker`."""
         return any(a.worker == worker for run in self._live for a in run.attempts.values())

@@ -10,6 +10,7 @@ from serving.run import Run, Stage
 from serving.wire import ArrivalRow, Fitted, FrontendReport
 
 MOST_ROWS = 1 << 16  # kept while Control is away; then the oldest go
+TYPICAL = 256  # requests after which those are taken to be that nobody read
 
 
 class Demand:
@@ -18,12 +19,21 @@ class Demand:
     def __init__(self) -> None:
         self._arrivals: deque[tuple[float, int, int, str | None]] = deque(maxlen=MOST_ROWS)
         self._outputs: deque[tuple[int, int]] = deque(maxlen=MOST_ROWS)
+        self._typical: deque[tuple[int, int, str | None]] = deque(maxlen=TYPICAL)
+        self._turned_away = 0
 
     def arrived(
         self, prompt_tokens: int, uncached_tokens: int, slo_class: str | None, now_s: float
     ) -> None:
         """A request came, admitted or not. `uncached_tokens`: as the router believes."""
         self._arrivals.append((now_s, prompt_tokens, uncached_tokens, slo_class))
+        self._typical.append((prompt_tokens, uncached_tokens, slo_class))
+
+    def turned_away(self, now_s: float) -> None:
+        """One came and was refused before its body was read: it counts like one of the last that were."""
+        if self._typical:
+            self._turned_away += 1
+            self._arrivals.append((now_s, *self._typical[self._turned_away % len(self._typical)]))
 
     def finished(self, prompt_tokens: int, output_tokens: int) -> None:
         self._outputs.append((prompt_tokens, output_tokens))

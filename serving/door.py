@@ -18,6 +18,7 @@ from serving.errors import AuthenticationFailed, BodyTimeout, BodyTooLarge, Head
 SWALLOW_S = 1.0
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 << 10  # all together
+NO_ROOM = "inflight"  # reason of a refusal
 
 Receive = Callable[[], Awaitable[Message]]
 
@@ -96,7 +97,7 @@ class Door:
     def room(self, tenant: Tenant | None) -> Iterator[None]:
         """A place for one generation. Raises Overloaded."""
         if self._max_inflight is not None and self._inside >= self._max_inflight:
-            self._on_refused("inflight")
+            self._on_refused(NO_ROOM)
             raise Overloaded(f"{self._max_inflight} requests are in flight; try again shortly")
         name = None if tenant is None else tenant.name
         by_tenant = self._inside_by_tenant

@@ -19,7 +19,7 @@ from serving.api_keys import ApiKeys
 from serving.config import AppConfig
 from serving.control_client import ControlClient
 from serving.coordinator import Coordinator
-from serving.door import Door
+from serving.door import NO_ROOM, Door
 from serving.errors import ModelNotFound, Unavailable
 from serving.frontend_metrics import FrontendMetrics
 from serving.gate import gate_for
@@ -90,6 +90,7 @@ class FrontendHost:
         self._refused = self.registry.counter(
             "admission_rejects", "Requests refused, by reason", ("reason",)
         )
+        self._random = random.Random(me.epoch)
         self.variants: dict[tuple[str, str], VariantLinks] = {}
         self._wanted: dict[tuple[str, str], set[str]] = {}  # pools that the config does not leave empty
         for model in config.models:
@@ -175,8 +176,17 @@ class FrontendHost:
             max_inflight_per_key=config.frontend.max_inflight_per_key,
             body_limit_bytes=config.frontend.body_limit_bytes,
             body_s=config.deadlines.body_ms / 1e3,
-            on_refused=lambda reason: self._refused.inc(labels=(reason,)),
+            on_refused=self._on_refused,
         )
+
+    def _on_refused(self, reason: str) -> None:
+        """By the door. What it had no room for is demand, most likely for what fills the room."""
+        self._refused.inc(labels=(reason,))
+        if reason == NO_ROOM:
+            coordinators = self._coordinators()
+            weights = [coordinator.in_flight for coordinator in coordinators]
+            if any(weights):
+                self._random.choices(coordinators, weights)[0].turned_away()
 
     async def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
