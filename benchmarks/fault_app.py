@@ -45,6 +45,7 @@ class Setup:
     args: Mapping[str, Any] = field(default_factory=dict)
     model: str = MODEL
     engine: Mapping[str, Any] | None = None  # of a real model, instead of the simulated one
+    gpus: float = 0.0  # of each worker
     # What it can bear, and how long that takes.
     begun_tokens: int = 40  # of every stream, when a fault strikes
     long_prompt_tokens: int = 6000  # 0.3 s of prefill, 24 MB of KV
@@ -71,7 +72,13 @@ class Setup:
         }
 
         def pool(replicas: int) -> dict[str, Any]:
-            return {"replicas": replicas, "min_replicas": 1, "max_replicas": 8, "cpus": 0.1}
+            return {
+                "replicas": replicas,
+                "min_replicas": 1,
+                "max_replicas": 8,
+                "cpus": 0.1,
+                "gpus": self.gpus,
+            }
 
         pools = {"prefill": pool(self.prefill), "decode": pool(self.decode)}
         return {"name": "main", "weights": "smollm2-135m", "engine": engine, **pools}

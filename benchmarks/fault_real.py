@@ -29,10 +29,11 @@ STORY = (
     "went out to see what the night had left on the beach, and every evening there was a story to tell. "
 )
 REPEATS = 4  # about 190 tokens
+GPU_SHARE = 0.05  # of each worker: a rollout runs all of them twice
 
 
-def real_setup(dtype: str) -> Setup:
-    """SmolLM2 in the torch engine, one thread a worker."""
+def real_setup(dtype: str, device: str = "cpu") -> Setup:
+    """SmolLM2 in the torch engine, one thread a worker; all workers share one GPU."""
     engine = {
         "kind": "torch",
         "dtype": dtype,
@@ -41,9 +42,16 @@ def real_setup(dtype: str) -> Setup:
         "chunk_tokens": 256,
         "max_batch": 64,
         "threads": 1,
+        "device": device,
     }
     return Setup(
-        model=MODEL, engine=engine, begun_tokens=20, long_prompt_tokens=800, probe_every_s=2.0, frontends=2
+        model=MODEL,
+        engine=engine,
+        gpus=0.0 if device == "cpu" else GPU_SHARE,
+        begun_tokens=20,
+        long_prompt_tokens=800,
+        probe_every_s=2.0,
+        frontends=2,
     )
 
 

@@ -135,7 +135,7 @@ async def measure_sim(names: Sequence[str], progress: Progress) -> dict[str, Any
     return bench.report(**more)
 
 
-async def measure_real(names: Sequence[str], dtype: str, progress: Progress) -> dict[str, Any]:
+async def measure_real(names: Sequence[str], dtype: str, device: str, progress: Progress) -> dict[str, Any]:
     """The faults of one host."""
     bench = Bench(progress)
     faults = [fault for fault in ALL if fault.where != "nodes" and fault.name in names]
@@ -146,13 +146,13 @@ async def measure_real(names: Sequence[str], dtype: str, progress: Progress) -> 
     ):
         if not here:
             continue
-        progress.say(f"starting {REAL_MODEL} in {dtype}")
+        progress.say(f"starting {REAL_MODEL} in {dtype} on {device}")
         with LocalCluster(cpus=8, dashboard=True, env=env) as cluster:
-            app = deployed(cluster, real_setup(dtype))
+            app = deployed(cluster, real_setup(dtype, device))
             reference = UndisturbedAnswers(app, exact=exact)
             reference.learn(asks)
             await bench.run(app, here, reference, lambda fault: asks, partial(reprefill_ms, app, asks))
-    return bench.report(model=REAL_MODEL, dtype=dtype)
+    return bench.report(model=REAL_MODEL, dtype=dtype, device=device)
 
 
 def deployed(cluster: LocalCluster, setup: Setup) -> App:
@@ -190,6 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of a real model"
     )
+    parser.add_argument("--device", default="cpu", help="of a real model; cuda: one GPU for all workers")
     args = parser.parse_args(argv)
     known = {fault.name: fault.says for fault in ALL}
     known[LONG] = "a stream of 150 s and an answer of 30 s while frontends come and go"
@@ -205,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model == "sim":
         report = asyncio.run(measure_sim(names, progress))
     else:
-        report = asyncio.run(measure_real(names, args.dtype, progress))
+        report = asyncio.run(measure_real(names, args.dtype, args.device, progress))
     if args.json:
         print(json.dumps(report))
     else:
