@@ -48,6 +48,7 @@ from benchmarks.long_answers import long_answers
 from benchmarks.network_faults import NETWORK_FAULTS, NODES, node_setup
 from benchmarks.report import Progress
 from serving.errors import KVRelayError
+from serving.local.environment import tcp_alone
 from serving.local.namespaces import NamespaceCluster
 from serving.local.network import why_not
 from serving.local_cluster import LocalCluster
@@ -55,7 +56,7 @@ from serving.local_cluster import LocalCluster
 LONG = "long_answers"
 ON_NODES = ("node_removed", "partition_5s", "delay_50ms")  # benchmarks/multi_node.py has more
 ALL = [*FAULTS, *(fault for fault in NETWORK_FAULTS if fault.name in ON_NODES)]
-TCP = {"UCX_TLS": "tcp,self"}  # as between hosts; shared memory would hide what a frozen peer does
+TCP = tcp_alone()  # as between hosts; shared memory would hide what a frozen peer does
 # Small socket buffers: a read gets through at about 35 MB a second.
 SLOW_TCP = {**TCP, "UCX_TCP_SNDBUF": "16k", "UCX_TCP_RCVBUF": "16k"}
 SLOW_SETUP = Setup(kv_bytes_per_token=8192, kv_bytes=768 << 20)

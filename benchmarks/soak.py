@@ -32,6 +32,7 @@ from benchmarks.fault_app import App, Setup, held_blocks, in_flight
 from benchmarks.fault_reference import SimReference
 from benchmarks.report import Progress, print_report
 from benchmarks.soak_load import SoakLoad, soak_asks
+from serving.local.environment import tcp_alone
 from serving.local_cluster import LocalCluster
 
 # A small pool: it is soon touched whole, so that what grows later is something else.
@@ -45,7 +46,6 @@ LOOK_S = 5.0
 LOOKS = 6  # that tell how many file descriptors a process has
 RSS_GROWTH_MIB = 64.0  # the KV pool, and caches that fill up
 FD_GROWTH = 24
-TCP = {"UCX_TLS": "tcp,self"}
 
 
 # ---------------------------------------------------------------- what breaks
@@ -218,7 +218,7 @@ def main() -> int:
     args = parser.parse_args()
     progress = Progress(quiet=args.json)
     progress.say("starting the application")
-    with LocalCluster(cpus=8, dashboard=True, env=TCP) as cluster:
+    with LocalCluster(cpus=8, dashboard=True, env=tcp_alone()) as cluster:
         cluster.serve(SETUP.config(), timeout_s=300)
         report = asyncio.run(
             soak(

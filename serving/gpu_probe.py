@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 NAME_BYTES = 256
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_FILE = Path("/proc/driver/nvidia/version")  # there with the kernel's driver, whoever may use a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class GpuState:
     driver: str | None = None  # "580.95.05"
 
 
-def probe(library: str = "libcuda.so.1", driver_file: Path = _DRIVER_FILE) -> GpuState:
+def probe(library: str = "libcuda.so.1", driver_file: Path = DRIVER_FILE) -> GpuState:
     """Never raises: what cannot be asked is not there."""
     driver = _driver_version(driver_file)
     try:

@@ -27,6 +27,7 @@ from serving.engine.sequence import Drawn, Sequence, StepPlan
 from serving.kv.block_pool import BlockPool
 
 EOS = 2
+PREFILL, DECODE, LOCAL = Mode.PREFILL, Mode.DECODE, Mode.LOCAL
 
 
 def prompt(n_tokens: int, salt: int = 0) -> array[int]:
@@ -226,3 +227,16 @@ class Rig:
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.waiting_tokens, load.runnable) == (0, 0, 0, False)
         assert load.blocks.cached + load.blocks.free == load.blocks.total
+
+
+def hand_over(source: Rig, target: Rig, attempt: int) -> None:
+    """What the two roles do between PREFILL's last chunk and DECODE's first step."""
+    chunks = source.told.chunks[attempt]
+    theirs = [block for chunk in chunks for block in chunk.blocks]
+    ours = target.told.reserved[attempt]
+    assert len(theirs) == len(ours.blocks)
+    target.runner.copy(source.runner, list(zip(theirs, ours.blocks, strict=True))[ours.n_cached :])
+    source.scheduler.release(AttemptId(attempt))
+    token = chunks[-1].token
+    assert token is not None
+    target.scheduler.kv_arrived(AttemptId(attempt), token)

@@ -32,6 +32,7 @@ import numpy as np
 
 from serving.engine.base import BlockId, KVMemory
 from serving.errors import PeerGone, StartError, TransferError
+from serving.gpu_probe import DRIVER_FILE
 from serving.kv.transfer import PeerInfo, ReadEnded, ReadId, ReadState, TransferCounters
 
 # Failures reach the caller as errors; UCX's and NIXL's own warnings would only repeat them on stderr.
@@ -86,7 +87,8 @@ class NixlTransfer:
             blocks = _block_list(memory.address, memory.block_bytes, memory.n_blocks, memory.device)
             self._blocks = agent.prep_xfer_dlist("NIXL_INIT_AGENT", blocks, memory.kind)
         except Exception as error:  # the binding's errors share no base class
-            raise StartError(f"NIXL cannot use this worker's KV memory: {_text(error)}") from error
+            why = f"NIXL cannot use this worker's KV memory: {_text(error)}{_transports_hint()}"
+            raise StartError(why) from error
         self._agent, self._memory = agent, memory
 
     def metadata(self) -> bytes:
@@ -233,6 +235,14 @@ class NixlTransfer:
             self._agent.remove_remote_agent(peer.info.agent)
         except Exception as error:
             logging.getLogger(__name__).debug("removing %s: %s", peer.info.agent, _text(error))
+
+
+def _transports_hint() -> str:
+    """Where there is a GPU, used or not, NIXL refuses transports without one for CUDA, and tells only a log."""
+    allowed = os.environ.get("UCX_TLS", "all")
+    if allowed == "all" or "cuda" in allowed or not DRIVER_FILE.exists():
+        return ""
+    return f"; this host has a GPU: UCX_TLS = {allowed!r} must have cuda_copy (and cuda_ipc within a host)"
 
 
 def _load_nixl() -> Any:

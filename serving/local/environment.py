@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from serving.gpu_probe import DRIVER_FILE
 from serving.local.ports import PortBlock
 
 MARKER = "KVRELAY_LOCAL_CLUSTER"  # its value, one a cluster, marks every process the cluster started
@@ -117,6 +118,12 @@ def network_environment(longest_request_s: float) -> dict[str, str]:
     }
 
 
+def tcp_alone() -> dict[str, str]:
+    """Nothing but the network may carry KV, within a kernel too. Where there is a GPU, used or not, NIXL
+    refuses transports without one for CUDA."""
+    return {"UCX_TLS": "cuda_copy,tcp,self" if DRIVER_FILE.exists() else "tcp,self"}
+
+
 def host_environment(directory: Path, host: str, longest_request_s: float) -> dict[str, str]:
     """What everything on one host of a virtual network sees; `directory` is the whole cluster's."""
     haproxy = directory / "haproxy"
@@ -132,10 +139,9 @@ def host_environment(directory: Path, host: str, longest_request_s: float) -> di
             "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
             "RAY_SERVE_HAPROXY_NBTHREAD": "1",
             "TMPDIR": str(directory / host / "tmp"),
-            # Hosts of one kernel: nothing but the network may carry KV.
-            "UCX_TLS": "tcp,self",
             "UCX_NET_DEVICES": "eth0",
         }
+        | tcp_alone()
     )
 
 

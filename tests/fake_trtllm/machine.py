@@ -7,77 +7,22 @@ is never there. What a hand-off needs travels in the opaque state alone, which n
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import threading
 import time
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 from tests.fake_trtllm.contract import Contract
+from tests.fake_trtllm.events import Block, EventLog
+from tests.fake_trtllm.knobs import Knobs
+from tests.fake_trtllm.requests import CONTEXT_ONLY, GENERATION_ONLY, Request, Response
 
-CONTEXT_ONLY, GENERATION_ONLY, WHOLE = "context_only", "generation_only", "context_and_generation"
-MIN_GLOBAL_ID = 1 << 40
 _machines: dict[str, Machine] = {}  # of this process: a finished transfer is heard by its sender
-
-
-@dataclass
-class Knobs:
-    """How slow the machine is, and what goes wrong. A number counts down."""
-
-    step_s: float = 0.0
-    transfer_s: float = 0.0
-    lost_notices: int = 0  # transfers that never end for their receiver
-    hang: bool = False  # no step any more, and nobody is told
-    request_errors: int = 0  # requests that end in a RequestError at their third token
-    leak_cancelled: bool = False  # their blocks never come back
-    poll_errors: int = 0  # polls of events that raise
-    events_off: bool = False
-    drop_events: int = 0  # events that get a number and are never seen
-    no_parents: bool = False  # stored events without their parent
-    small_window: bool = False  # a second window beside the first
-    hex_hashes: bool = False
-    null_batching: bool = False  # inflightBatchingStats is null
-    cancelled: int = 0  # requests that end as cancelled, though nobody asked
-    timed_out: int = 0
-
-
-@dataclass
-class Response:
-    """What a step has for one request."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    finish: str | None = None
-    error: Exception | None = None
-    handover: Any = None  # DisaggregatedParams of a context_only result
-
-
-@dataclass(eq=False)
-class Request:
-    number: int
-    ids: list[int]
-    params: Any
-    kind: str
-    handed: Any  # DisaggregatedParams as given
-    salt: str | None
-    lora: Any
-    streaming: bool
-    output: Any  # RequestOutput
-    tokens: list[int] = field(default_factory=list)
-    told: int = 0
-    logprobs: list[Any] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)  # of committed blocks it holds
-    n_blocks: int = 0  # that it holds and nobody else does
-    arrives_s: float | None = None  # a transfer under way; None: never
-    fails: bool = False
-    stage: str = "queued"  # queued, transfer, running
 
 
 class Machine:
@@ -109,12 +54,10 @@ class Machine:
         self._cached: OrderedDict[int, int] = OrderedDict()  # block hash -> holders
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
-        self._events: deque[dict[str, Any]] = deque()
-        self._event_id = 0
+        self._events = EventLog(contract.profile, args.kv_cache_config, self.context, self.knobs)
         self._stats: deque[dict[str, Any]] = deque(maxlen=args.max_stats_len)
         _machines[self.name] = self
-        for window in self._windows():
-            self._event({"type": "created", "num_blocks_per_cache_level": [self.total, 0]}, window)
+        self._events.created(self.total)
         self._thread = threading.Thread(target=self._main, name="fake-trtllm", daemon=True)
         self._thread.start()
 
@@ -152,7 +95,7 @@ class Machine:
     def restart_events(self) -> None:
         """As an engine that was started anew: events count from the beginning."""
         with self._lock:
-            self._event_id = 0
+            self._events.restart()
 
     def stop(self) -> None:
         self.shut_down_when_fatal |= self.fatal is not None
@@ -164,12 +107,7 @@ class Machine:
 
     def poll_events(self) -> list[dict[str, Any]]:
         with self._lock:
-            if self.knobs.poll_errors:
-                self.knobs.poll_errors -= 1
-                raise TypeError("'NoneType' object is not subscriptable")
-            found = list(self._events)
-            self._events.clear()
-            return found
+            return self._events.poll()
 
     def poll_stats(self) -> list[dict[str, Any]]:
         with self._lock:
@@ -368,8 +306,8 @@ class Machine:
         lent = [request for request, _ in self.lent.values()]
         return held + self.leaked + sum(r.n_blocks for r in self._running + lent)
 
-    def _chain(self, request: Request, ids: list[int]) -> list[tuple[int, int | None, list[int]]]:
-        """(hash, parent, tokens) of the full blocks."""
+    def _chain(self, request: Request, ids: list[int]) -> list[Block]:
+        """The full blocks."""
         parent: int | None = None
         chain = []
         for at in range(0, len(ids) - self.block + 1, self.block):
@@ -405,26 +343,7 @@ class Machine:
             if self._cached[digest] == 1:
                 fresh.append((digest, parent, tokens))
         if fresh:
-            self._stored(request, fresh)
-
-    def _stored(self, request: Request, blocks: list[tuple[int, int | None, list[int]]]) -> None:
-        described = []
-        for digest, _, tokens in blocks:
-            block: dict[str, Any] = {
-                "type": "stored_block",
-                "block_hash": self._spelled(digest),
-                "tokens": [
-                    {"type": "unique_token", "token_id": token, "token_extra_id": 0} for token in tokens
-                ],
-                "cache_level": 0,
-                "priority": 35,
-            }
-            if self.contract.profile == "main":
-                block["cache_salt"] = request.salt
-            described.append(block)
-        parent = None if self.knobs.no_parents or blocks[0][1] is None else self._spelled(blocks[0][1])
-        for window in self._windows():
-            self._event({"type": "stored", "parent_hash": parent, "blocks": described}, window)
+            self._events.stored(request.salt, fresh)
 
     def _leave(self, request: Request, keep: bool = False) -> None:
         """Its blocks may be reused; what it generated is stored, with a last block that is not full."""
@@ -439,7 +358,7 @@ class Machine:
             parent = request.hashes[-1] if request.hashes else None
             if rest:
                 digest = int.from_bytes(hashlib.blake2b(f"{parent}|{rest}".encode()).digest()[:8], "little")
-                self._stored(request, [(digest, parent, rest)])
+                self._events.stored(request.salt, [(digest, parent, rest)])
         for digest in request.hashes:
             self._cached[digest] -= 1
         self._evict()
@@ -458,10 +377,8 @@ class Machine:
             if len(self._cached) + private <= self.total:
                 break
             del self._cached[digest]
-            gone.append(self._spelled(digest))
-        if gone:
-            for window in self._windows():
-                self._event({"type": "removed", "block_hashes": gone}, window)
+            gone.append(digest)
+        self._events.removed(gone)
 
     def forget_cache(self) -> None:
         """Evict all that nobody holds."""
@@ -470,31 +387,7 @@ class Machine:
             self._evict()
             self.total = total
 
-    # ------------------------------------------------------------ events and stats
-
-    def _windows(self) -> list[int]:
-        return [512, self.context] if self.knobs.small_window else [self.context]
-
-    def _spelled(self, digest: int) -> int | str:
-        return f"{digest:016x}" if self.knobs.hex_hashes else digest
-
-    def _event(self, data: dict[str, Any], window: int) -> None:
-        room = self.args.kv_cache_config.event_buffer_max_size
-        if not room or self.knobs.events_off:
-            return
-        event: dict[str, Any] = {"event_id": self._event_id, "data": data, "window_size": window}
-        if self.contract.profile == "main":
-            event |= {"attention_dp_rank": 0, "hash_algo": "v1_block_key"}
-        self._event_id += 1
-        if self.knobs.drop_events:
-            self.knobs.drop_events -= 1
-        elif len(self._events) < room:  # a full buffer drops in silence
-            self._events.append(event)
-
-    def event(self, data: dict[str, Any]) -> None:
-        """One more event, as a test words it."""
-        with self._lock:
-            self._event(data, self.context)
+    # ------------------------------------------------------------ stats
 
     def _row(self, n_ctx: int, n_running: int) -> dict[str, Any]:
         used = self._used()
@@ -543,66 +436,3 @@ class Machine:
             "specDecodingStats": None,
             "staticBatchingStats": None,
         }
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-class Feed:
-    """Responses on their way to one RequestOutput; waited for on an event loop or in a thread."""
-
-    def __init__(self) -> None:
-        self._responses: deque[Response] = deque()
-        self._lock = threading.Condition()
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
-
-    def push(self, response: Response) -> None:
-        with self._lock:
-            self._responses.append(response)
-            self._lock.notify()
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter[0].is_closed():
-            waiter[0].call_soon_threadsafe(_wake, waiter[1])
-
-    async def get(self) -> Response:
-        while True:
-            with self._lock:
-                if self._responses:
-                    return self._responses.popleft()
-                loop = asyncio.get_running_loop()
-                future = loop.create_future()
-                self._waiter = loop, future
-            await future
-
-    def wait(self, timeout: float | None) -> Response:
-        with self._lock:
-            if not self._lock.wait_for(lambda: bool(self._responses), timeout):
-                raise TimeoutError
-            return self._responses.popleft()
-
-
-class Iteration:
-    """What `get_stats_async` and `get_kv_cache_events_async` give: ends when nothing is queued."""
-
-    def __init__(self, poll: Callable[[], list[dict[str, Any]]], timeout: float | None) -> None:
-        self._poll = poll
-        self._timeout = timeout or 0.0
-        self._found: deque[dict[str, Any]] = deque()
-
-    def set_timeout(self, timeout: float) -> None:
-        self._timeout = timeout
-
-    def __aiter__(self) -> Iteration:
-        return self
-
-    async def __anext__(self) -> dict[str, Any]:
-        if not self._found:
-            self._found.extend(self._poll())
-        if not self._found and self._timeout:
-            await asyncio.sleep(self._timeout)
-            self._found.extend(self._poll())
-        if not self._found:
-            raise StopAsyncIteration
-        return self._found.popleft()

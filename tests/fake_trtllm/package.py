@@ -10,14 +10,13 @@ from typing import Any
 from zlib import crc32
 
 from tests.fake_trtllm.contract import Contract, document
-from tests.fake_trtllm.machine import (
+from tests.fake_trtllm.feed import Feed, Iteration
+from tests.fake_trtllm.machine import Machine
+from tests.fake_trtllm.requests import (
     CONTEXT_ONLY,
     GENERATION_ONLY,
     MIN_GLOBAL_ID,
     WHOLE,
-    Feed,
-    Iteration,
-    Machine,
     Request,
     Response,
 )

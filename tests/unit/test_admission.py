@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
@@ -16,26 +15,11 @@ from kvrouter.perf_model import WorkerModels
 from kvrouter.router import Choice, WorkerView
 from serving.admission import PRESSURE_RATE, Admission, Ask, Verdict
 from serving.config import AdmissionConfig, Slo
+from tests.unit.router_rig import Report
 
 BLOCK = 16
 SLO = Slo(ttft_ms=800, ttft_ms_per_1k_tokens=50, itl_ms=40)
 REMOTE = Choice(decode="d", prefill="p")
-
-
-@dataclass
-class Report:
-    running: int
-    free_blocks: int = 1000
-    total_blocks: int = 1000
-    waiting: int = 0
-    waiting_tokens: int = 0
-    step_ms: float = 0.0
-    moves: int = 0
-    moved_tokens: int = 0
-    move_ms: float = 0.0
-    queue: list[tuple[int, int, int]] | None = None
-    computed_tokens: int | None = None
-    decoded: tuple[int, int] | None = None
 
 
 class Bench:
@@ -93,7 +77,7 @@ class Bench:
             self.book(50)
 
     def decodes(self, n: int, free_blocks: int = 1000) -> None:
-        self.d.report(Report(n, free_blocks), self.now_s)
+        self.d.report(Report(n, free_blocks=free_blocks, total_blocks=1000, step_ms=0.0), self.now_s)
 
 
 # ---------------------------------------------------------------- each rule

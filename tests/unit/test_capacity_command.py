@@ -11,7 +11,7 @@ import pytest
 import configs
 from serving.cli import main
 from serving.pool_capacity import parse_shapes
-from tests.unit.test_config_review import trtllm, yaml_file
+from tests.unit.review_rig import trtllm, yaml_file
 from tests.unit.test_footprint import SHAPES
 from tests.unit.tiny_models import save_tiny_model
 

@@ -1,13 +1,40 @@
-"""What frontends tell the planner of what they refuse unread."""
+"""What frontends tell the planner: each request once, by its age, and those that they refuse unread."""
 
 from __future__ import annotations
 
 import asyncio
 
-from serving.demand import Demand
+import pytest
+
+from serving.demand import MOST_ROWS, Demand
 from tests.scripted import Client
 from tests.unit.app_rig import App
 from tests.unit.handoff_fakes import until
+
+
+def test_demand_is_told_once_and_by_age() -> None:
+    demand = Demand()
+    demand.arrived(100, 60, None, 10.0)
+    demand.arrived(200, 200, "batch", 10.5)
+    demand.finished(100, 7)
+    report = demand.report("m", "main", [], [], 11.0)
+    assert [(row.age_ms, row.prompt_tokens, row.uncached_tokens) for row in report.arrivals] == [
+        (1000.0, 100, 60),
+        (500.0, 200, 200),
+    ]
+    assert report.outputs == [(100, 7)]
+    again = demand.report("m", "main", [], [], 12.0)
+    assert (again.arrivals, again.outputs, again.fitted) == ([], [], None)
+
+
+def test_the_newest_demand_is_kept_while_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    demand = Demand()
+    for n in range(MOST_ROWS + 5):
+        demand.arrived(n, n, None, float(n))
+        demand.finished(n, 1)
+    report = demand.report("m", "main", [], [], float(MOST_ROWS + 5))
+    assert len(report.arrivals) == len(report.outputs) == MOST_ROWS
+    assert (report.arrivals[0].prompt_tokens, report.arrivals[-1].age_ms) == (5, 1000.0)
 
 
 def test_what_nobody_read_counts_like_what_came_last() -> None:

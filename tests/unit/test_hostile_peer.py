@@ -39,8 +39,8 @@ from serving.wire import (
     pack_u64,
 )
 from tests.unit.app_rig import CONTEXT_TOKENS, LONG_S, App, SimWorker, prompt
+from tests.unit.coordinator_rig import Bench
 from tests.unit.handoff_fakes import until
-from tests.unit.test_coordinator import Bench
 
 GOOD = Submit(
     attempt=77,

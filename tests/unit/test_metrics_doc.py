@@ -10,8 +10,8 @@ from kvrouter.events import EventCounters
 from serving.metrics import Registry
 from serving.planner_host import PlannerHost
 from tests.unit.app_rig import App, prompt
+from tests.unit.planner_host_rig import FakeServe
 from tests.unit.test_application import scrape, total
-from tests.unit.test_planner_host import FakeServe
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(kvrelay_\w+)` \| (\w+) \|(.*?)\| .+ \|$", re.MULTILINE)

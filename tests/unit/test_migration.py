@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from serving.engine.base import SamplingParams
+from serving.engine.base import Mode, SamplingParams
+from serving.wire import Chunk, Handoff, Message
 from tests.unit.handoff_fakes import until
-from tests.unit.migration_rig import BLOCK_TOKENS, Rig, prompt
+from tests.unit.migration_rig import BLOCK_TOKENS, Rig, held, prompt
+from tests.unit.migration_states import A, B, C, copying, stage
 from tests.unit.tiny_models import save_tiny_model
 
-A, B, C, D = 1, 2, 3, 4
+D = 4
 SAMPLED = SamplingParams(max_tokens=40, seed=11, temperature=0.9, top_p=0.9, ignore_eos=True, logprobs=2)
 PENALISED = SamplingParams(
     max_tokens=40,
@@ -193,3 +195,44 @@ async def test_reserve_is_the_most_that_is_drawn_meanwhile() -> None:
         await rig.ends(A, B)
         assert rig.frontend.count(A) == 4 + room
         assert rig.frontend.stream(A, B) == await rig.reference(prompt(20))
+
+
+async def test_beside_another_hand_off() -> None:
+    """A prompt's KV is read from the source while a running request leaves it."""
+    async with Rig() as rig:
+        source, target = rig.workers
+        await copying(rig)
+        me = source.host.me
+        source.grant(0)
+        rig.start(source, 70, prompt(40, salt=7), mode=Mode.PREFILL)
+        await until(lambda: stage(source, 70) is not None)
+        source.grant(1)
+        await until(lambda: rig.frontend.count(70) == 1)
+        rig.n_prompt[71] = 40
+        handoff = Handoff(source.address, me.ident, me.epoch, 70)
+        rig._submit(target, 71, prompt(40, salt=7), Mode.DECODE, handoff=handoff)
+        await until(lambda: len(target.local._reads) == 2)
+        target.local.faults.hang = False
+        await rig.ends(A, B, 71)
+        assert rig.frontend.outcome(A) == "moved"
+        assert rig.frontend.stream(A, B) == await rig.reference(prompt(20))
+        assert rig.frontend.stream(70, 71) == await rig.reference(prompt(40, salt=7))
+
+
+async def test_short_one_is_paused_at_once() -> None:
+    """Nothing but the last chunk where no block is full yet."""
+    async with Rig() as rig:
+        source, target = rig.workers
+        await rig.connect(source, target)
+        await rig.stands_at(source, A, prompt(3), 2)
+        (link,) = [ln for ln in source.host._server._links if ln.peer and ln.peer.kind == "worker"]
+        sent: list[Message] = []
+        let_go = held(link, (Chunk,), sent)
+        rig.move(source, A, target, B)
+        await until(lambda: sent)
+        let_go()
+        await rig.ends(A, B)
+        (chunk,) = sent
+        assert isinstance(chunk, Chunk)
+        assert (chunk.first, chunk.last) == (0, True)
+        assert rig.frontend.stream(A, B) == await rig.reference(prompt(3))

@@ -13,7 +13,7 @@ from serving.moving import MOVE_AGAIN_S, MOVED, MOVES_AT_ONCE
 from serving.placement import RESERVE_TOKENS
 from serving.run import Run, Stage
 from serving.wire import Ended, Step, Submit, unpack_u32
-from tests.unit.test_coordinator import Bench
+from tests.unit.coordinator_rig import Bench
 
 
 class Moving:

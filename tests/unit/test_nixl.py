@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from serving.engine.base import BlockId, KVMemory
-from serving.errors import PeerGone, TransferError, TransferTimeout
+from serving.errors import PeerGone, StartError, TransferError, TransferTimeout
 from serving.kv.io import KvIo
 from serving.kv.nixl import NixlTransfer
 from serving.kv.transfer import PeerInfo, ReadId
@@ -265,3 +266,29 @@ def test_frozen_peer_over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         process.kill()
         process.join(5)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "allowed", "told"),
+    [
+        (True, "tcp,self", True),
+        (True, "cuda_copy,tcp", False),
+        (True, None, False),
+        (False, "tcp,self", False),
+    ],
+)
+def test_transports_that_nixl_refuses_beside_a_gpu_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool, allowed: str | None, told: bool
+) -> None:
+    """NIXL tells why only a log, and in ours its lines are not wanted."""
+    driver = tmp_path / "version"
+    if gpu:
+        driver.touch()
+    monkeypatch.setattr("serving.kv.nixl.DRIVER_FILE", driver)
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("UCX_TLS", allowed)
+    broken = KVMemory(address=0, block_bytes=1, n_blocks=1, kind="nowhere")
+    with pytest.raises(StartError) as refused:
+        NixlTransfer("x").open(broken)
+    assert ("UCX_TLS = 'tcp,self' must have cuda_copy" in refused.value.message) is told

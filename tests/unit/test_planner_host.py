@@ -4,141 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from planner.observation import FittedTimes, PoolSeen, VariantDecision, VariantSeen
+from planner.observation import PoolSeen
 from planner.observe import MOST_ROWS as MOST_SEEN
-from planner.scaling import LentWorker, PoolWorker, ReplicaCounts, flips, pool_seen, set_aside
-from serving.config import load_config
-from serving.control_host import ControlHost, _Party
-from serving.demand import MOST_ROWS, Demand
-from serving.errors import Unavailable
-from serving.link import Identity, Link
-from serving.planner_host import PlannerHost, steady_time
-from serving.wire import ArrivalRow, FrontendReport, Message, Register, WorkerReport
+from serving.planner_host import steady_time
 from tests.unit.handoff_fakes import until
-
-KEY = ("m", "main")
-TIMES = FittedTimes((1.0, 0.05, 0.0), (10.0, 0.2, 1e-5), samples=100)
-
-
-class FakeServe:
-    """A controller that starts what it is told to at once, or never."""
-
-    def __init__(self, prefill: int = 1, decode: int = 1) -> None:
-        self.targets = {"m-main-prefill": prefill, "m-main-decode": decode, "Frontend": 1}
-        self.running = dict(self.targets)
-        self.calls: list[tuple[str, int]] = []
-        self.away = False
-        self.starts = True  # what is ordered runs at once
-        self.removals = asyncio.Semaphore(100)  # how many may end
-
-    async def counts(self) -> Mapping[str, ReplicaCounts]:
-        if self.away:
-            raise Unavailable("Serve's controller did not answer")
-        return {
-            name: ReplicaCounts(target, self.running[name], max(target - self.running[name], 0), 0)
-            for name, target in self.targets.items()
-        }
-
-    async def scale(self, deployment: str, replicas: int) -> None:
-        self.calls.append((deployment, replicas))
-        self.targets[deployment] = replicas
-        if self.starts or replicas < self.running[deployment]:
-            self.running[deployment] = replicas
-
-    async def remove(self, deployment: str, replica: str) -> None:
-        self.calls.append((f"{deployment}#{replica}", -1))
-        await self.removals.acquire()
-        self.calls.append((f"{deployment}#{replica}", 0))
-
-
-@dataclass(frozen=True)
-class FakeLink:
-    ident: str
-
-    def send(self, message: Message) -> None:
-        """Nobody listens."""
-
-
-class Rig:
-    def __init__(self, mode: str = "act", **pool: Any) -> None:
-        engine = {"kind": "sim", "profile": {"step_ms": 10}}
-        pools = {"max_replicas": 8, "cpus": 1, **pool}
-        variant = {"weights": "none", "engine": engine, "prefill": pools, "decode": pools}
-        slo = {"ttft_ms": 1000, "itl_ms": 50}
-        self.config = load_config(
-            {
-                "models": [{"name": "m", "variants": [variant], "slo": slo}],
-                "planner": {
-                    "mode": mode,
-                    "interval_s": 5,
-                    "budget": {"cpus": 8},
-                    "startup_s": 5,
-                    "down_window_s": 30,
-                },
-            }
-        )
-        self.now = 1_000_000.0
-        self.serve = FakeServe()
-        self.control = ControlHost(
-            me=Identity.fresh("control", "c"), key=b"k" * 32, variants={"m": ["main"]}
-        )
-        self.host = PlannerHost(
-            control=self.control,
-            config=self.config,
-            connector=self.serve,
-            times={KEY: TIMES},
-            clock=lambda: self.now,
-        )
-
-    def joins(
-        self,
-        ident: str,
-        pool: str = "decode",
-        *,
-        variant: str = "main",
-        drained: bool = False,
-        blocks: int = 100,
-    ) -> None:
-        """A worker links to Control and reports."""
-        labels = {"model": "m", "variant": variant, "pool": pool}
-        report = WorkerReport(pool, drained, False, 0, 0, 0, 0, 0, blocks, blocks, 10.0, 0, 0)
-        party = _Party("worker", Register("worker", ident, labels), [], report, self.control._loop.time())
-        self.control._parties[cast(Link, FakeLink(ident))] = party
-
-    def leaves(self, ident: str) -> None:
-        parties = self.control._parties
-        del parties[next(link for link in parties if cast(Any, link).ident == ident)]
-
-    async def holds(self, n: int) -> None:
-        """`n` intervals in which nothing is known."""
-        for _ in range(n):
-            self.now += 5
-            await self.host.tick()
-
-    def reports(self, *ages_s: float, decoding: int = 0) -> None:
-        rows = [ArrivalRow(age * 1e3, 4000, 4000) for age in ages_s]
-        self.host.book.reported("f", FrontendReport("m", "main", rows, [], 0, 0.0, decoding))
-
-    def seen(self) -> VariantSeen:
-        assert self.host._observation is not None
-        return self.host._observation.variants["m/main"]
-
-    async def ticks(self, n: int, rps: float, prompt: int = 4000) -> None:
-        """`n` intervals under a steady load."""
-        for _ in range(n):
-            for _ in range(10):  # frontends report twice a second
-                self.now += 0.5
-                rows = [ArrivalRow(0.0, prompt, prompt) for _ in range(int(rps / 2))]
-                self.host.book.reported(
-                    "f", FrontendReport("m", "main", rows, [(prompt, 200)] * len(rows), 0, 0.0, 10)
-                )
-            await self.host.tick()
+from tests.unit.planner_host_rig import KEY, Rig
 
 
 async def test_load_that_grows_is_answered_with_replicas_and_load_that_ends_gives_them_back() -> None:
@@ -236,83 +110,6 @@ async def test_a_wrong_change_is_one_line_and_changes_nothing(
     answered, body = rig.control.admin.answer("change_planner", change)
     assert (answered, says in body["error"]["message"]) == (status, True), body
     assert rig.control.settings == before
-
-
-def worker(ident: str, pool: str = "decode", requests: int = 0, **more: Any) -> PoolWorker:
-    fields = {"role": pool, "draining": False, **more}
-    return PoolWorker(ident=ident, pool=pool, requests=requests, **fields)
-
-
-def aside(ident: str, **more: Any) -> PoolWorker:
-    return worker(ident, draining=True, set_aside=True, **more)
-
-
-@pytest.mark.parametrize(
-    ("lent", "workers", "orders"),
-    [
-        (0, [worker("a"), worker("b")], []),
-        (1, [worker("a", requests=5), worker("b", requests=2)], [LentWorker("b", "prefill")]),
-        (1, [worker("a", ordered="prefill"), worker("b")], []),
-        (0, [worker("a", ordered="prefill"), worker("b")], [LentWorker("a", None)]),
-        (-1, [worker("p", "prefill"), worker("a")], [LentWorker("p", "decode")]),
-        (1, [worker("p", "prefill", ordered="decode"), worker("a")],
-         [LentWorker("a", "prefill"), LentWorker("p", None)]),
-        (1, [worker("a", draining=True), worker("b", requests=9)], [LentWorker("b", "prefill")]),
-        (1, [aside("a", ordered="prefill"), worker("b")], [LentWorker("b", "prefill")]),
-    ],
-    ids=["none", "least to move", "already", "back", "other way", "turn round", "not a draining one",
-         "one that is set aside is no help"],
-)  # fmt: skip
-def test_flips(lent: int, workers: list[PoolWorker], orders: list[LentWorker]) -> None:
-    assert flips(VariantDecision(1, 2, lent, ""), workers) == orders
-
-
-@pytest.mark.parametrize(
-    ("counts", "workers", "seen"),
-    [
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), worker("b")], PoolSeen(2, 0, 0, 0)),
-        (ReplicaCounts(3, 2, 1, 0), [worker("a"), worker("b")], PoolSeen(2, 0, 1, 0)),
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), worker("b", role="prefill")], PoolSeen(1, 1, 0, 0)),
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), worker("b", ordered="prefill")], PoolSeen(1, 1, 0, 0)),
-        (ReplicaCounts(1, 1, 0, 1), [worker("a"), worker("b", draining=True)], PoolSeen(1, 0, 0, 1)),
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), worker("p", "prefill")], PoolSeen(1, 0, 1, 0)),
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), aside("b")], PoolSeen(1, 0, 0, 1)),
-        (ReplicaCounts(3, 2, 1, 0), [worker("a"), aside("b")], PoolSeen(1, 0, 1, 1)),
-        (ReplicaCounts(1, 1, 0, 1, frozenset({"b"})), [worker("a"), aside("b")], PoolSeen(1, 0, 0, 1)),
-        (ReplicaCounts(2, 2, 0, 0), [worker("a"), aside("b", ordered="prefill")], PoolSeen(1, 0, 0, 1)),
-    ],
-    ids=[
-        "ready", "starting", "lent", "told to", "leaving once", "not linked yet",
-        "set aside", "set aside, starting", "set aside, then stopped", "lent, then set aside",
-    ],
-)  # fmt: skip
-def test_pool_seen(counts: ReplicaCounts, workers: list[PoolWorker], seen: PoolSeen) -> None:
-    assert pool_seen("decode", counts, workers) == seen
-
-
-def test_demand_is_told_once_and_by_age() -> None:
-    demand = Demand()
-    demand.arrived(100, 60, None, 10.0)
-    demand.arrived(200, 200, "batch", 10.5)
-    demand.finished(100, 7)
-    report = demand.report("m", "main", [], [], 11.0)
-    assert [(row.age_ms, row.prompt_tokens, row.uncached_tokens) for row in report.arrivals] == [
-        (1000.0, 100, 60),
-        (500.0, 200, 200),
-    ]
-    assert report.outputs == [(100, 7)]
-    again = demand.report("m", "main", [], [], 12.0)
-    assert (again.arrivals, again.outputs, again.fitted) == ([], [], None)
-
-
-def test_the_newest_demand_is_kept_while_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    demand = Demand()
-    for n in range(MOST_ROWS + 5):
-        demand.arrived(n, n, None, float(n))
-        demand.finished(n, 1)
-    report = demand.report("m", "main", [], [], float(MOST_ROWS + 5))
-    assert len(report.arrivals) == len(report.outputs) == MOST_ROWS
-    assert (report.arrivals[0].prompt_tokens, report.arrivals[-1].age_ms) == (5, 1000.0)
 
 
 async def test_what_came_while_control_was_away_is_no_burst() -> None:
@@ -453,9 +250,3 @@ def test_the_clock_shows_the_time_of_day_and_never_jumps(monkeypatch: pytest.Mon
     before = clock()
     monkeypatch.setattr(time, "time", lambda: 5.0)
     assert 0.0 <= clock() - before < 1.0
-
-
-def test_set_aside() -> None:
-    workers = [worker("a"), aside("b"), aside("c"), aside("p", pool="prefill")]
-    assert set_aside("decode", ReplicaCounts(3, 3, 0, 0), workers) == 2
-    assert set_aside("decode", ReplicaCounts(2, 2, 0, 1, frozenset({"c"})), workers) == 1

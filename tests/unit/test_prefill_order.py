@@ -15,9 +15,7 @@ from kvrouter.perf_model import PREFILL_REACH, LinearModel, PrefillModel
 from serving.engine.base import AttemptId, Mode, Work
 from serving.engine.prefill_order import FEWEST_SAMPLES, PrefillOrder
 from serving.engine.sequence import PrefillSlice, Sequence, StepPlan
-from tests.engine_rig import Rig, continuation, next_token, prompt, work
-
-PREFILL, DECODE, LOCAL = Mode.PREFILL, Mode.DECODE, Mode.LOCAL
+from tests.engine_rig import DECODE, LOCAL, PREFILL, Rig, continuation, next_token, prompt, work
 
 
 def first_tokens(rig: Rig) -> list[int]:

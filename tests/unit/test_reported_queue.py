@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from math import inf
 
 import pytest
@@ -13,22 +13,9 @@ from kvrouter.load import Booking, WorkerLoad
 from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import build_router
 from kvrouter.router import WorkerView
+from tests.unit import router_rig
 
-
-@dataclass
-class Report:
-    running: int = 0
-    waiting: int = 0
-    waiting_tokens: int = 0
-    free_blocks: int = 100
-    total_blocks: int = 100
-    step_ms: float = 50.0
-    moves: int = 0
-    moved_tokens: int = 0
-    move_ms: float = 0.0
-    queue: list[tuple[int, int, int]] | None = None
-    computed_tokens: int | None = None
-    decoded: tuple[int, int] | None = None
+Report = partial(router_rig.Report, free_blocks=100, total_blocks=100, step_ms=50.0)
 
 
 def worker(frontends: int = 2) -> WorkerLoad:

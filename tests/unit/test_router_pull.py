@@ -8,8 +8,8 @@ from kvrouter.deadline import Order
 from kvrouter.router import Choice, RouterRequest
 from serving.engine.base import Mode
 from serving.wire import Ended, Step
-from tests.unit.test_coordinator import Bench
-from tests.unit.test_router_live import MS_PER_TOKEN, Report, place, request, router, tell_cached
+from tests.unit.coordinator_rig import Bench
+from tests.unit.router_rig import MS_PER_TOKEN, Report, place, request, router, tell_cached
 
 LONG = 10_000
 

@@ -15,15 +15,13 @@ import pytest
 from kvrouter.hashing import block_hashes, namespace_seed
 from serving import control_client, control_host, kept_link
 from serving.engine.base import Mode
-from tests.fake_trtllm.contract import PROFILES
 from tests.unit.app_rig import BLOCK_TOKENS, LONG_S, Answer, prompt
 from tests.unit.handoff_fakes import until
 from tests.unit.test_application import resumes, run_mode, scrape, total
 from tests.unit.trtllm_app import TrtllmApp, TrtllmWorker
+from tests.unit.trtllm_rig import versions
 
 N_TOKENS = 120
-
-versions = pytest.mark.parametrize("version", PROFILES)
 
 
 @pytest.fixture(autouse=True)

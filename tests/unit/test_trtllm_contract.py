@@ -6,31 +6,37 @@ The fake refuses what the contract does not have, so whatever passes here uses n
 from __future__ import annotations
 
 import inspect
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from serving.config import EngineConfig, Parallel, TrtllmConfig, load_config
-from serving.engine.base import Guided, Mode, TokenLogprobs
+from serving.config import Parallel
+from serving.engine.base import Guided, Mode
 from serving.engine.trtllm.api import Api, load_api
 from serving.engine.trtllm.arguments import RESERVED, RESERVED_IN_SECTIONS, llm_arguments
 from serving.engine.trtllm.asking import MIN_GLOBAL_ID, global_id
 from serving.engine.trtllm.build import build_trtllm_engine
-from serving.engine.trtllm.checkpoint import check_shape, read_checkpoint
+from serving.engine.trtllm.checkpoint import read_checkpoint
 from serving.engine.trtllm.events import salt_of
-from serving.engine.trtllm.placement import check_node, ray_placement, reserved
-from serving.engine.trtllm.sampling import engine_params, token_logprobs
+from serving.engine.trtllm.sampling import engine_params
 from serving.engine.trtllm.state import StateError, pack_state, unpack_state
-from serving.errors import ConfigError, StartError
+from serving.errors import ConfigError
 from serving.guided import choice
-from tests.fake_trtllm.contract import PROFILES, Contract, document
+from tests.fake_trtllm.contract import Contract, document
 from tests.fake_trtllm.package import installed
-from tests.unit.trtllm_rig import BLOCK, EOS, NAMESPACE, engine_config, prompt, running, save_model, work
-
-versions = pytest.mark.parametrize("version", PROFILES)
+from tests.unit.trtllm_rig import (
+    BLOCK,
+    EOS,
+    NAMESPACE,
+    engine_config,
+    prompt,
+    running,
+    save_model,
+    versions,
+    work,
+)
 
 
 @pytest.fixture
@@ -177,81 +183,6 @@ def test_every_argument_that_is_ours_is_reserved(tmp_path: Path) -> None:
         assert fields <= api.section_fields[section]
 
 
-SHAPES: dict[str, tuple[Parallel, dict[str, Any], list[str]]] = {
-    "heads": (Parallel(3), {}, ["parallel.tensor = 3", "4 attention heads"]),
-    "layers": (Parallel(1, 3), {}, ["parallel.pipeline = 3", "2 layers"]),
-    "context": (Parallel(), {"max_seq_len": 4096}, ["max_seq_len = 4096", "made for 1024"]),
-    "buffer": (Parallel(), {"max_tokens_in_buffer": 512}, ["max_tokens_in_buffer = 512", "1024 tokens"]),
-    "step": (Parallel(), {"max_num_tokens": 4}, ["max_num_tokens = 4", "block_tokens (8)"]),
-    "nvfp4": (Parallel(), {"kv_dtype": "nvfp4"}, ["kv_dtype = 'nvfp4'", "ModelOpt"]),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_checkpoint_that_contradicts_the_settings(name: str, tmp_path: Path) -> None:
-    parallel, section, parts = SHAPES[name]
-    checkpoint = read_checkpoint(save_model(tmp_path))
-    with pytest.raises(ConfigError) as caught:
-        check_shape(checkpoint, parallel, TrtllmConfig(**section), BLOCK)
-    for part in parts:
-        assert part in caught.value.message
-
-
-def test_a_quantised_checkpoint_tells_its_kv(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
-    checkpoint = read_checkpoint(tmp_path)
-    assert (checkpoint.quant_algo, checkpoint.kv_quant_algo) == ("FP8", "FP8")
-    check_shape(checkpoint, Parallel(), TrtllmConfig(), BLOCK)
-    check_shape(checkpoint, Parallel(), TrtllmConfig(kv_dtype="fp8"), BLOCK)
-    with pytest.raises(ConfigError, match="allowed: auto, fp8"):
-        check_shape(checkpoint, Parallel(), TrtllmConfig(kv_dtype="bfloat16"), BLOCK)
-    halved = checkpoint.kv_block_bytes(BLOCK, "auto")
-    assert halved * 2 == read_checkpoint(tmp_path).kv_block_bytes(BLOCK, "bfloat16")
-
-
-# ---------------------------------------------------------------- the start
-
-
-def test_without_the_package_one_line_says_what_to_install(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"'tensorrt_llm', which is not installed.*kvrelay\[tensorrt\]"):
-        build_trtllm_engine(engine_config(), save_model(tmp_path), Parallel(), "decode")
-
-
-def test_an_import_that_breaks_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
-        raise OSError("libcuda.so.1: cannot open shared object file\nNo such file")
-
-    monkeypatch.setattr("serving.engine.trtllm.api.importlib.import_module", broken)
-    with pytest.raises(StartError) as caught:
-        load_api()
-    assert "libcuda.so.1" in caught.value.message
-    assert "\n" not in caught.value.message
-
-
-def test_an_engine_that_dies_at_its_start_is_one_line(tmp_path: Path) -> None:
-    save_model(tmp_path)
-    with installed("main") as package:
-        error = RuntimeError("CUDA out of memory.\nTried to allocate 2.00 GiB")
-
-        def dies(self: Any, *args: Any, **kwargs: Any) -> None:
-            raise error
-
-        package.LLM.__init__ = dies
-        dies.__signature__ = Contract("main").signature("LLM", "__init__")  # type: ignore[attr-defined]
-        with pytest.raises(StartError) as caught:
-            build_trtllm_engine(engine_config(), tmp_path, Parallel(), "decode")
-    assert "does not start" in caught.value.message
-    assert "CUDA out of memory. Tried" in caught.value.message
-    assert "\n" not in caught.value.message
-
-
-def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match=r"config\.json"):
-        build_trtllm_engine(engine_config(), tmp_path, Parallel(), "decode")
-
-
 # ---------------------------------------------------------------- generate_async(...)
 
 
@@ -374,6 +305,15 @@ def test_ids_of_hand_overs_never_meet_the_engines_own() -> None:
     assert (known["min_global_id"], known["max_exclusive"]) == (MIN_GLOBAL_ID, (1 << 63) - 1)
 
 
+def test_the_mode_decides_the_request_type(tmp_path: Path) -> None:
+    with running("main", tmp_path, "prefill") as heard:
+        heard.local(1, prompt(9))
+        heard.prefill(2, prompt(9))
+        kinds = [row["kind"] for row in heard.machine.seen]
+        assert kinds == ["context_and_generation", "context_and_generation", "context_only"]
+        assert Mode.LOCAL  # the first is the answer that `build` waits for
+
+
 # ---------------------------------------------------------------- the state
 
 
@@ -420,198 +360,3 @@ def test_a_state_of_a_newer_peer_is_refused_by_name() -> None:
             unpack_state(newer, garbage)
     with pytest.raises(StateError, match="no first token"):
         pack_state(newer, handed(newer, {"ctx_request_id": 1}))
-
-
-def test_logprobs_of_a_token() -> None:
-    class Logprob:
-        def __init__(self, logprob: float) -> None:
-            self.logprob = logprob
-
-    entry = {5: Logprob(-2.0), 6: Logprob(-0.5), 7: Logprob(-1.0)}
-    assert token_logprobs(entry, 5, 2) == TokenLogprobs(5, -2.0, [(6, -0.5), (7, -1.0)])
-    assert token_logprobs(entry, 6, 0) == TokenLogprobs(6, -0.5, [])
-    assert token_logprobs(-0.75, 5, 1) == TokenLogprobs(5, -0.75, [(5, -0.75)])
-    with pytest.raises(ValueError, match="no logprob for token 9"):
-        token_logprobs(entry, 9, 1)
-
-
-# ---------------------------------------------------------------- outputs
-
-
-@versions
-def test_growing_lists_become_differences(version: str, tmp_path: Path) -> None:
-    with running(version, tmp_path, fake={"step_ms": 1}) as heard:
-        tokens = heard.local(1, prompt(20), max_tokens=30, logprobs=2)
-        assert len(tokens) == 30  # `Heard.tokens` refuses a position told twice
-        entries = [e for o in heard.outputs for e in o.logprobs.values()]
-        assert [entry.token for entry in entries] == tokens
-        assert all(len(entry.top) == 2 for entry in entries)
-        assert heard.reason(1) == "length"
-
-
-@versions
-@pytest.mark.parametrize("n", [0, 3])
-def test_an_eos_ends_it_on_either_side(version: str, n: int, tmp_path: Path) -> None:
-    """eos_first_token: as first token it ends the request without a hand-over."""
-    fake = {"eos_after": n}
-    with (
-        running(version, tmp_path / "p", "prefill", fake) as prefill,
-        running(version, tmp_path / "d", "decode", fake) as decode,
-    ):
-        whole = decode.local(1, prompt(20))
-        assert (len(whole), whole[-1], decode.reason(1)) == (n + 1, EOS, "stop")
-        chunk = prefill.prefill(2, prompt(20))
-        if n == 0:
-            assert chunk.token is None
-            assert prefill.reason(2) == "stop"
-            assert prefill.tokens(2) == {0: EOS}
-            return
-        decode.decode(3, prompt(20), chunk)
-        decode.until(lambda: decode.reason(3))
-        assert decode.reason(3) == "stop"
-        assert list(prefill.tokens(2)) == [0]
-        assert 0 not in decode.tokens(3)  # told once, by prefill
-        assert {**prefill.tokens(2), **decode.tokens(3)} == dict(enumerate(whole))
-
-
-@versions
-def test_one_token_is_the_whole_answer(version: str, tmp_path: Path) -> None:
-    """context_only writes max_tokens = 1 into its parameters; a limit of one is the client's own."""
-    with running(version, tmp_path, "prefill") as prefill:
-        chunk = prefill.prefill(1, prompt(20), max_tokens=1)
-        assert (chunk.token, prefill.reason(1)) == (None, "length")
-        chunk = prefill.prefill(2, prompt(20), max_tokens=2)
-        assert chunk.token is not None
-        assert chunk.state
-        assert chunk.blocks == []
-
-
-@versions
-def test_two_prompts_are_not_mixed_up(version: str, tmp_path: Path) -> None:
-    with (
-        running(version, tmp_path / "p", "prefill") as prefill,
-        running(version, tmp_path / "d") as decode,
-    ):
-        chunk = prefill.prefill(1, prompt(20))
-        decode.decode(2, prompt(20, salt=1), chunk)
-        decode.until(lambda: decode.failure(2))
-        failure = decode.failure(2)
-        assert failure is not None
-        assert "another prompt" in failure[0]
-
-
-@versions
-def test_pulls_and_loans_have_an_end(version: str, tmp_path: Path) -> None:
-    """Nothing of it is cached here, as far as a reader of our own can know."""
-    from array import array
-
-    from serving.engine.base import AttemptId
-
-    with running(version, tmp_path) as heard:
-        heard.local(1, prompt(20), pull_tokens=16)
-        reserved = [r for output in heard.outputs for r in output.reserved]
-        assert [(r.attempt, r.blocks) for r in reserved] == [(1, [])]
-        heard.engine.lend(AttemptId(7), NAMESPACE, array("I", prompt(20)))
-        heard.until(lambda: heard.chunk(7))
-        chunk = heard.chunk(7)
-        assert chunk is not None
-        assert (chunk.token, chunk.last) == (None, True)
-
-
-# ---------------------------------------------------------------- placement
-
-
-def test_mpi_takes_one_bundle_and_ray_one_a_rank() -> None:
-    from serving.config import PoolConfig
-
-    pool = PoolConfig(cpus=4, gpus=4, labels={"gpu": "h200"})
-    options, group = reserved(pool, Parallel(2, 2), "mpi")
-    assert options == {"num_cpus": 4, "num_gpus": 4}
-    assert group == {}
-    options, group = reserved(pool, Parallel(2, 2), "ray")
-    assert options == {"num_cpus": 4, "num_gpus": 0}
-    assert group["placement_group_bundles"] == [{"CPU": 4}] + [{"GPU": 1}] * 4
-    assert group["placement_group_strategy"] == "PACK"
-    assert group["placement_group_bundle_label_selector"] == [{"gpu": "h200"}] * 5
-
-
-def test_ranks_take_bundles_of_the_replicas_own_group() -> None:
-    """ray 59064, vllm 29688: a group nested in a replica is placed anywhere, or never."""
-
-    group = SimpleNamespace(bundle_specs=[{"CPU": 4.0}, {"GPU": 1.0}, {"GPU": 1.0}])
-    assert ray_placement(group) == {
-        "placement_groups": [group],
-        "placement_bundle_indices": [[1, 2]],
-        "per_worker_gpu_share": 1.0,
-    }
-    with pytest.raises(StartError, match="placement group"):
-        ray_placement(None)
-
-
-def test_a_node_without_what_the_engine_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_node(Parallel(), "mpi", 1)
-    check_node(Parallel(), "mpi", None)
-    with pytest.raises(ConfigError, match=r"= 4; this worker has 1 GPUs.*orchestrator: ray"):
-        check_node(Parallel(2, 2), "mpi", 1)
-    usage = type("Usage", (), {"total": 64 << 20})()
-    monkeypatch.setattr("serving.engine.trtllm.placement.shutil.disk_usage", lambda path: usage)
-    check_node(Parallel(), "mpi", 1)  # one rank exchanges nothing
-    with pytest.raises(StartError, match=r"/dev/shm has 64 MiB; 2 GPUs.*1024 MiB.*--shm-size"):
-        check_node(Parallel(2), "ray", None)
-
-
-def test_capabilities_say_what_falls_back(tmp_path: Path) -> None:
-    with running("main", tmp_path) as heard:
-        can = heard.engine.capabilities
-        assert can.moves_kv
-        lacks = (can.streamed_handoff, can.seeded_resume, can.migrate_kv, can.block_states)
-        assert lacks == (False,) * 4
-        assert not can.guided  # without a backend
-    config = EngineConfig(kind="tensorrt_llm", trtllm=TrtllmConfig(guided_backend="llguidance"))
-    from serving.engine.trtllm.capabilities import capabilities_of
-
-    assert capabilities_of(config.trtllm).guided
-
-
-def test_the_mode_decides_the_request_type(tmp_path: Path) -> None:
-    with running("main", tmp_path, "prefill") as heard:
-        heard.local(1, prompt(9))
-        heard.prefill(2, prompt(9))
-        kinds = [row["kind"] for row in heard.machine.seen]
-        assert kinds == ["context_and_generation", "context_and_generation", "context_only"]
-        assert Mode.LOCAL  # the first is the answer that `build` waits for
-
-
-# ---------------------------------------------------------------- settings
-
-SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "section of another engine": (
-        {"engine": {"kind": "torch", "trtllm": {"cuda_graph": False}}},
-        ["engine.trtllm is for engine kind 'tensorrt_llm', not 'torch'"],
-    ),
-    "dtype": (
-        {"engine": {"kind": "tensorrt_llm", "dtype": "float16"}},
-        ["engine.dtype is not for", "use engine.trtllm.dtype"],
-    ),
-    "step": (
-        {"engine": {"kind": "tensorrt_llm", "chunk_tokens": 4096}},
-        ["engine.chunk_tokens is not for", "use engine.trtllm.max_num_tokens"],
-    ),
-    "gpus": (
-        {"engine": {"kind": "tensorrt_llm"}, "prefill": {"gpus": 1}},
-        ["decode.gpus = 0; allowed: 1"],
-    ),
-    "unknown key": (
-        {"engine": {"kind": "tensorrt_llm", "trtllm": {"max_batch_size": 4}}},
-        ["unknown key models[0].variants[0].engine.trtllm.max_batch_size"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_contradict_each_other(name: str) -> None:
-    variant, parts = SETTINGS[name]
-    with pytest.raises(ConfigError) as caught:
-        load_config({"models": [{"name": "m", "variants": [{"weights": "w", **variant}]}]})
-    for part in parts:
-        assert part in caught.value.message

@@ -10,10 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from serving.config import EngineConfig, Parallel, TrtllmConfig
 from serving.engine.base import AttemptId, ChunkReady, Mode, SamplingParams, StepOutput, StoredRun, Work
 from serving.engine.trtllm.build import build_trtllm_engine
 from serving.engine.trtllm.engine import TrtllmEngine
+from tests.fake_trtllm.contract import PROFILES
 from tests.fake_trtllm.machine import Machine
 from tests.fake_trtllm.package import installed
 
@@ -21,6 +24,7 @@ BLOCK: Literal[8] = 8
 EOS = 2
 DEADLINE_S = 20.0
 NAMESPACE = 0x1234_5678_9ABC_DEF0
+versions = pytest.mark.parametrize("version", PROFILES)
 
 
 def save_model(directory: Path, *, eos: int = EOS, context: int = 1024, **fake: Any) -> Path:
@@ -173,3 +177,13 @@ def running(
     finally:
         engine.stop()
         heard.machine.stop()
+
+
+@contextmanager
+def pair(version: str, directory: Path, **section: Any) -> Iterator[tuple[Heard, Heard]]:
+    """A prefill and a decode engine."""
+    with (
+        running(version, directory / "p", "prefill", **section) as prefill,
+        running(version, directory / "d", **section) as decode,
+    ):
+        yield prefill, decode
