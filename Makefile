@@ -48,8 +48,9 @@ format: $(STAMP)  ## rewrite the files as `make check` wants them
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-map: $(STAMP)  ## write the README's list of files anew
+map: $(STAMP)  ## write docs/files.md and docs/settings.md anew
 	$(BIN)/python -m tests.file_map
+	$(BIN)/python -m tests.settings_page
 
 bench: $(STAMP)  ## the benchmarks there are; each runs by itself
 	@for f in $$(grep -l parse_args benchmarks/[a-z]*.py); do \

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 from benchmarks.fault_client import Answer, Ask, send
 from benchmarks.overhead import application
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import COUNT, POSITIVE, Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 MODEL = "sim"
@@ -171,8 +171,8 @@ def measure(streams: int, dwell_s: float, progress: Progress) -> dict[str, Any]:
 def main() -> None:
     parser = command("canary", __doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--streams", type=int, default=50)
-    parser.add_argument("--dwell", type=float, default=4.0, help="seconds at each weight")
+    parser.add_argument("--streams", type=COUNT, default=50)
+    parser.add_argument("--dwell", type=POSITIVE, default=4.0, help="seconds at each weight")
     options = parser.parse_args()
     report = measure(options.streams, options.dwell, Progress(quiet=options.json))
     if options.json:

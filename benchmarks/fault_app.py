@@ -50,6 +50,7 @@ class Setup:
     begun_tokens: int = 40  # of every stream, when a fault strikes
     long_prompt_tokens: int = 6000  # 0.3 s of prefill, 24 MB of KV
     probe_every_s: float = 0.05
+    network_bytes_per_s: float = 1e9  # that a read gets at the least
 
     @property
     def deadlines(self) -> Deadlines:
@@ -152,13 +153,13 @@ class App:
 
     # ---------------------------------------------------------------- Serve
 
-    def replicas(self, deployment: str | None = None) -> list[Replica]:
-        """Those that run, of one deployment or of all."""
+    def replicas(self, deployment: str | None = None, state: str = "RUNNING") -> list[Replica]:
+        """Those that run, or are in another state, of one deployment or of all."""
         return [
             Replica(replica["replica_id"], name, replica["pid"], replica["state"])
             for name, details in self._deployments().items()
             for replica in details["replicas"]
-            if deployment in (None, name) and replica["state"] == "RUNNING"
+            if deployment in (None, name) and replica["state"] == state
         ]
 
     def pool(self, role: str) -> str:

@@ -28,6 +28,23 @@ class Ask:
     salt: str = ""  # other salts find nothing in each other's cache; they get the same answer
     stream: bool = True
     named_tokens: bool = False  # every token by itself (logprobs); else words are tokens, as `sim` has it
+    stop: str | None = None  # a stop string
+    stops_after: int | None = None  # so many tokens: the last of them completes `stop` and is not shown
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @property
+    def n_tokens(self) -> int:
+        """That are generated, and billed."""
+        return self.max_tokens if self.stops_after is None else self.stops_after
+
+    @property
+    def n_shown(self) -> int:
+        return self.max_tokens if self.stops_after is None else self.stops_after - 1
+
+    @property
+    def finish(self) -> str:
+        return "length" if self.stops_after is None else "stop"
 
     def request(self, model: str) -> bytes:
         body: dict[str, Any] = {
@@ -45,6 +62,11 @@ class Ask:
             body["cache_salt"] = self.salt
         if self.named_tokens:
             body["logprobs"] = 0
+        if self.stop is not None:
+            body["stop"] = self.stop
+        for name in ("presence_penalty", "frequency_penalty"):
+            if value := getattr(self, name):
+                body[name] = value
         if self.stream:
             body["stream_options"] = {"include_usage": True}
         payload = orjson.dumps(body)
@@ -239,6 +261,8 @@ def _events(body: bytes) -> Iterator[bytes]:
 def _take_choice(choice: dict[str, Any], at_s: float, answer: Answer) -> None:
     logprobs = choice.get("logprobs")
     tokens = logprobs["tokens"] if logprobs else choice["text"].split(" ")[1:]
+    if logprobs and [value is None for value in logprobs["token_logprobs"]] != [False] * len(tokens):
+        answer.error = "a token without its logprob"
     answer.tokens += tokens
     answer.times_s += [at_s] * len(tokens)
     answer.finish = choice["finish_reason"] or answer.finish

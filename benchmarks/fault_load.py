@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from benchmarks.fault_app import App
 from benchmarks.fault_client import Answer, Ask, Exchange, send
@@ -20,6 +21,11 @@ PROBE_TOKENS = 4
 STREAM_S = 90.0  # a stream that did not end by then never will
 RAMP_S = 0.4
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 40_000
+
+
+# Of every eight asks (greedy and seeded in turn), who ends by a stop string and who wants logprobs.
+STOPPED, NAMED = (3, 6), (1, 4)
+STOPS_FROM = 0.6  # of the answer: late enough for a fault to strike before
 
 
 def random_prompt(numbers: random.Random, n_tokens: int) -> tuple[int, ...]:
@@ -37,6 +43,38 @@ def stream_asks(
         prompt = random_prompt(numbers, length)
         asks.append(Ask(prompt, max_tokens, seed=n if n % 2 else None, named_tokens=named_tokens))
     return asks
+
+
+class Reference(Protocol):
+    """What requests get when nothing is broken."""
+
+    def learn(self, asks: Sequence[Ask]) -> None: ...
+
+    def answer(self, ask: Ask) -> list[str] | None:
+        """The tokens that an ask which was learnt is shown; None where only their number is known."""
+
+
+def varied(asks: Sequence[Ask], reference: Reference) -> list[Ask]:
+    """Some with a stop string out of their own answer, which `reference` has learnt, some with logprobs.
+
+    Of a model whose tokens are words; those of others, named already, stay as they are.
+    """
+    found = list(asks)
+    for n, ask in enumerate(asks):
+        answer = None if ask.named_tokens else reference.answer(ask)
+        if answer is not None and n % 8 in STOPPED:
+            found[n] = stopping(ask, answer)
+        elif answer is not None and n % 8 in NAMED:
+            found[n] = replace(ask, named_tokens=True)
+    return found
+
+
+def stopping(ask: Ask, answer: Sequence[str]) -> Ask:
+    """It ends at the first word past STOPS_FROM with which no earlier one begins, if there is one."""
+    for n in range(round(ask.max_tokens * STOPS_FROM), len(answer)):
+        if not any(word.startswith(answer[n]) for word in answer[:n]):
+            return replace(ask, stop=f" {answer[n]}", stops_after=n + 1)
+    return ask
 
 
 @dataclass(slots=True)

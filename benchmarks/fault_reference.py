@@ -23,7 +23,7 @@ class SimReference:
 
     def __init__(self, weights: str = "smollm2-135m") -> None:
         tokenizer = Tokenizer.from_file(resolve_weights(weights) / "tokenizer.json")
-        self._words = [raw.decode(errors="replace").removeprefix(" ") for raw in tokenizer.token_bytes]
+        self._names = [raw.decode(errors="replace") for raw in tokenizer.token_bytes]
         profile = SimProfile(context_tokens=CONTEXT_TOKENS, kv_bytes_per_token=8)
         config = EngineConfig(kind="sim", profile=profile, kv_bytes=8 << 20, chunk_tokens=8192)
         self._engine = build_engine(Variant(weights=weights, engine=config))
@@ -55,11 +55,12 @@ class SimReference:
         if not self._done.wait(ANSWER_S):
             raise TimeoutError("the reference engine does not answer")
         for number, ask in zip(numbers, asks, strict=True):
-            self._known[ask.prompt, ask.seed] = [self._words[token] for token in self._drawn.pop(number)]
+            self._known[ask.prompt, ask.seed] = [self._names[token] for token in self._drawn.pop(number)]
 
     def answer(self, ask: Ask) -> list[str]:
-        """Of an ask that was learnt, whatever its salt."""
-        return self._known[ask.prompt, ask.seed][: ask.max_tokens]
+        """Of an ask that was learnt, whatever its salt; up to its stop string, if it has one."""
+        names = self._known[ask.prompt, ask.seed][: ask.n_shown]
+        return names if ask.named_tokens else [name.removeprefix(" ") for name in names]
 
     def stop(self) -> None:
         self._engine.stop()

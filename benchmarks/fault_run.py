@@ -6,13 +6,13 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.fault_app import App, Samples, change, held_blocks, histogram_ms, in_flight
 from benchmarks.fault_client import Answer, Ask
-from benchmarks.fault_load import Heard, Load, failed, stream_asks
+from benchmarks.fault_load import Heard, Load, Reference, failed, stream_asks, varied
 from benchmarks.fault_scenarios import Fault, Scene
-from benchmarks.fault_verdict import Row, gap_after_ms, judge
+from benchmarks.fault_verdict import Row, judge, wait_after_ms
 from benchmarks.instrument import ahead_of_the_server
 
 STREAMS = 24
@@ -27,25 +27,18 @@ COUNTED = {
 }
 
 
-class Reference(Protocol):
-    """What requests get when nothing is broken."""
-
-    def learn(self, asks: Sequence[Ask]) -> None: ...
-
-    def answer(self, ask: Ask) -> list[str] | None:
-        """The tokens of an ask that was learnt; None where only their number is known."""
-
-
 def fault_asks(tokens: int, *, streams: int = STREAMS) -> list[Ask]:
     return stream_asks(streams, prompt_tokens=PROMPT_TOKENS, max_tokens=tokens)
 
 
 async def run_fault(app: App, fault: Fault, reference: Reference, asks: Sequence[Ask]) -> dict[str, Any]:
-    """The row of one fault. Raises TimeoutError where the fault itself cannot be brought about."""
+    """The row of one fault; `asks` are varied first. Raises TimeoutError where the fault itself cannot be
+    brought about."""
     if fault.prepare is not None:
         await asyncio.to_thread(fault.prepare, app)
     await asyncio.to_thread(app.wait_until, "all replicas run before the fault", app.at_strength)
     reference.learn(asks)
+    asks = varied(asks, reference)
     before = await asyncio.to_thread(app.samples)
     # A name of its own: nothing of an earlier run is in any cache.
     load = Load(app, f"{fault.name}-{secrets.token_hex(3)}", asks, reconnect=fault.reconnect)
@@ -87,9 +80,12 @@ def _row(heard: Heard, scene: Scene, reference: Reference) -> dict[str, Any]:
     row.other_errors = len(wrong)
     found = asdict(row)
     found["probes"] = len(probes)
+    asks = [answer.ask for answer in streams]
+    found["with_stop"] = sum(ask.stop is not None for ask in asks)
+    found["with_logprobs"] = sum(ask.named_tokens for ask in asks)
     if late and scene.struck_s is not None:
-        # Long prompts that were not yet there: a prefill and a transfer begin anew.
-        found["late_wait_ms"] = round(max(gap_after_ms(answer, scene.struck_s) for answer in late), 1)
+        # Long prompts whose prefill and transfer begin anew: their wait has a target of its own.
+        found["late_wait_ms"] = round(max(wait_after_ms(answer, scene.struck_s) for answer in late), 1)
     found["probe_ttft_ms_max"] = _ttft_ms_max(probes)
     found["client_late_ms"] = heard.client_late_ms
     if heard.reconnects:

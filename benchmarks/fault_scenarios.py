@@ -80,12 +80,15 @@ Act = Callable[[Scene], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`gap`: which target its longest gap has: kill, freeze, migration, or none."""
+    """`gap`: which target its longest gap has: kill, freeze, migration, or none; `late`: which one the wait
+    of the streams that it starts itself. `demands`: counts of its row without which nothing happened."""
 
     name: str
     says: str
     act: Act
     gap: str = ""
+    late: str = ""
+    demands: tuple[str, ...] = ()
     where: str = "local"  # local | slow (reads take a second) | nodes (hosts of their own)
     tokens: int = 250
     prepare: Callable[[App], None] | None = None
@@ -145,17 +148,41 @@ async def sigkill_frontend(scene: Scene) -> None:
 
 async def sigkill_controller(scene: Scene) -> None:
     """Serve's own: Ray starts it anew, and it finds its replicas again, every one."""
-    assert isinstance(scene.app.cluster, LocalCluster)
     before = {replica.ident for replica in await asyncio.to_thread(scene.app.replicas)}
-    controller = next(p for p in scene.app.cluster.processes() if "ServeController" in _title(p))
-    scene.strike(Replica("", "", controller.pid, ""))
-    came_back_s = await asyncio.to_thread(
-        scene.app.wait_until, "Serve's controller is back", lambda: bool(scene.app.replicas())
-    )
+    scene.strike(_controller(scene.app))
+    await _controller_is_back(scene)
     await asyncio.sleep(SETTLED_S)
     await asyncio.to_thread(scene.app.wait_until, "all replicas run", scene.app.at_strength)
     after = {replica.ident for replica in await asyncio.to_thread(scene.app.replicas)}
-    scene.notes |= {"controller_back_s": round(came_back_s, 1), "replaced_replicas": len(before - after)}
+    scene.notes["replaced_replicas"] = len(before - after)
+
+
+async def sigkill_controller_draining(scene: Scene) -> None:
+    """Its successor finds a worker that drains, or has ended, and must not count on it."""
+    app, pool = scene.app, scene.app.pool("decode")
+    leaving, controller = partial(app.replicas, pool, "STOPPING"), _controller(app)
+    await asyncio.to_thread(app.scale, pool, app.setup.decode - 1)
+    await asyncio.to_thread(app.wait_until, "a decode worker drains", lambda: bool(leaving()))
+    pids = [worker.pid for worker in await asyncio.to_thread(leaving)]
+    scene.strike(controller)
+    scene.notes["orphans"] = sum(psutil.pid_exists(pid) for pid in pids)
+    await _controller_is_back(scene)
+    took_s = await asyncio.to_thread(app.wait_until, "only workers that serve run", app.at_strength)
+    scene.notes["mended_s"] = round(took_s, 1)
+
+
+def _controller(app: App) -> Replica:
+    """Serve's own, which is no replica."""
+    assert isinstance(app.cluster, LocalCluster)
+    process = next(p for p in app.cluster.processes() if "ServeController" in _title(p))
+    return Replica("", "", process.pid, "")
+
+
+async def _controller_is_back(scene: Scene) -> None:
+    took_s = await asyncio.to_thread(
+        scene.app.wait_until, "Serve's controller is back", lambda: bool(scene.app.replicas())
+    )
+    scene.notes["controller_back_s"] = round(took_s, 1)
 
 
 def _title(process: psutil.Process) -> str:
@@ -193,14 +220,27 @@ async def sigstop_prefill(scene: Scene) -> None:
 # ---------------------------------------------------------------- somebody asks for less, or for other
 
 
+MOVED = ("migrations_moved",)
+LEFT_OF_A_STREAM = 0.5  # with so much still to come it is there when its worker drains
+
+
 async def scale_down(scene: Scene) -> None:
+    """`leaving_streams`: those of the workers that have gone, which all have to be moved."""
     pool = scene.app.pool("decode")
+    before = {worker.ident for worker in await asyncio.to_thread(scene.app.workers, "decode")}
+    placed = [
+        live.decode_worker
+        for live in scene.load.live
+        if live.n_events <= (1 - LEFT_OF_A_STREAM) * live.ask.n_shown
+    ]
     scene.struck_s = time.monotonic()
     await asyncio.to_thread(scene.app.scale, pool, 1)
     took_s = await asyncio.to_thread(
         scene.app.wait_until, "one decode worker is left", lambda: scene.app.count(pool) == 1, DRAINED_S
     )
+    gone = before - {worker.ident for worker in await asyncio.to_thread(scene.app.workers, "decode")}
     scene.notes["drain_s"] = round(took_s, 1)
+    scene.notes["leaving_streams"] = sum(worker in gone for worker in placed)
 
 
 def scale_back(app: App) -> None:
@@ -228,6 +268,14 @@ async def rolling_update(scene: Scene, **args: Any) -> None:
         await asyncio.sleep(0.1)
     await deploying
     scene.notes |= {"rollout_s": round(time.monotonic() - scene.struck_s, 1), "lowest_target": lowest}
+
+
+async def rolling_update_layout(scene: Scene) -> None:
+    """To half the block size: old and new workers cannot read each other's KV."""
+    setup = scene.app.setup
+    engine = dict(setup.variant["engine"])
+    engine["block_tokens"] //= 2
+    await rolling_update(scene, models=[setup.served({**setup.variant, "engine": engine})])
 
 
 def _holds(condition: Callable[[], bool]) -> bool:
@@ -294,12 +342,15 @@ FAULTS = [
         "a prefill worker is killed while it computes long prompts",
         sigkill_prefill_computing,
         "kill",
+        late="kill",
     ),
     Fault(
         "sigkill_prefill_transferring",
         "a prefill worker is killed while its KV is being read",
         sigkill_prefill_transferring,
         "kill",
+        late="kill",
+        demands=("handoff_failures",),
         where="slow",
     ),
     Fault(
@@ -310,6 +361,7 @@ FAULTS = [
         "a prefill worker freezes, and thaws past every deadline",
         sigstop_prefill,
         "freeze",
+        late="freeze",
     ),
     Fault(
         "sigkill_frontend",
@@ -322,6 +374,7 @@ FAULTS = [
         "two of three decode workers have to go",
         scale_down,
         "migration",
+        demands=MOVED,
         restore=scale_back,
     ),
     Fault(
@@ -329,6 +382,7 @@ FAULTS = [
         "`serve deploy` with changed args while four decode workers run",
         partial(rolling_update, router={"local_prefill": False, "regret_weight": 1.5}),
         "migration",
+        demands=MOVED,
         prepare=to_four,
         restore=scale_back,
     ),
@@ -337,8 +391,24 @@ FAULTS = [
         "`serve deploy` from the older wire version to the newer",
         partial(rolling_update, link={"wire_version": 2}),
         "migration",
+        demands=MOVED,
         prepare=older_wire,
+    ),
+    Fault(
+        "rolling_update_layout",
+        "`serve deploy` with another block size: old and new workers cannot read each other's KV",
+        rolling_update_layout,
+        "migration",
+        prepare=to_four,  # so that one pool is ahead of the other
+        restore=scale_back,
     ),
     Fault("hangup_32", "32 clients hang up in mid-stream", hang_up),
     Fault("sigkill_controller", "Serve's controller is killed", sigkill_controller),
+    Fault(
+        "sigkill_controller_draining",
+        "Serve's controller is killed while a decode worker drains",
+        sigkill_controller_draining,
+        demands=("orphans",),
+        restore=scale_back,
+    ),
 ]

@@ -27,9 +27,9 @@ class Verdict:
 
 def judge(answer: Answer, expected: Sequence[str] | None) -> Verdict:
     """`expected` None: only how many there are is known."""
-    lost, repeated = difference(answer.tokens, expected, answer.ask.max_tokens)
+    lost, repeated = difference(answer.tokens, expected, answer.ask.n_shown)
     return Verdict(
-        completed=answer.whole and answer.error is None and answer.finish == "length",
+        completed=answer.whole and answer.error is None and answer.finish == answer.ask.finish,
         lost=lost,
         repeated=repeated,
         wrong_usage=not usage_is_right(answer),
@@ -56,7 +56,7 @@ def usage_is_right(answer: Answer) -> bool:
     usage = answer.usage
     if usage is None:
         return False
-    prompt, generated = len(answer.ask.prompt), answer.ask.max_tokens
+    prompt, generated = len(answer.ask.prompt), answer.ask.n_tokens
     counts = (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return counts == (prompt, generated, prompt + generated) and 0 <= cached <= prompt
@@ -66,11 +66,12 @@ def longest_gap_ms(times_s: Sequence[float]) -> float:
     return max(((later - earlier) * 1e3 for earlier, later in pairwise(times_s)), default=0.0)
 
 
-def gap_after_ms(answer: Answer, moment_s: float) -> float:
-    """The wait that was under way at `moment_s` or began after it: to the first token too."""
+def wait_after_ms(answer: Answer, moment_s: float) -> float:
+    """The longest wait from `moment_s` on, for the first token too; what was waited before is not its."""
     times = [answer.sent_s, *answer.times_s]
     return max(
-        ((later - earlier) * 1e3 for earlier, later in pairwise(times) if later > moment_s), default=0.0
+        ((later - max(earlier, moment_s)) * 1e3 for earlier, later in pairwise(times) if later > moment_s),
+        default=0.0,
     )
 
 

@@ -36,7 +36,7 @@ from typing import Any, cast
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["GOMP_SPINCOUNT"] = "0"
 
-from benchmarks.report import Progress, command
+from benchmarks.report import COUNT, Progress, command
 from serving.config import Deadlines, EngineConfig, SimProfile, Variant
 from serving.engine.base import Engine, Mode, SamplingParams, StepOutput
 from serving.link import Identity, Link, dial
@@ -344,9 +344,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--engine", choices=["torch", "sim"], default="torch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--weights", default="smollm2-135m")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[128, 1024, 4096])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=COUNT, default=1)
+    parser.add_argument("--prompts", type=COUNT, nargs="+", default=[128, 1024, 4096])
+    parser.add_argument("--rounds", type=COUNT, default=3)
     args = parser.parse_args(argv)
     report = asyncio.run(run(args))
     print(json.dumps(report)) if args.json else print_table(report)

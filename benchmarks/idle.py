@@ -13,7 +13,7 @@ import time
 
 import psutil
 
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import POSITIVE, Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 SETTLE_S = 10.0  # start-up work of Ray goes on for a while after the application answers
@@ -36,7 +36,7 @@ def cpu_by_owner(cluster: LocalCluster) -> dict[str, float]:
 def main() -> None:
     parser = command("idle", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--seconds", type=POSITIVE, default=20.0)
     parser.add_argument("--config", default="configs/quickstart.yaml")
     options = parser.parse_args()
     progress = Progress(quiet=options.json)

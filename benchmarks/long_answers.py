@@ -13,8 +13,7 @@ from typing import Any
 
 from benchmarks.fault_app import STEP_MS, App
 from benchmarks.fault_client import Ask, Exchange, send
-from benchmarks.fault_load import random_prompt
-from benchmarks.fault_run import Reference
+from benchmarks.fault_load import Reference, random_prompt
 from benchmarks.fault_verdict import Verdict, judge
 
 STREAM_S = 150.0

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.overhead import application
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import COUNT, Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 MODEL = "smollm2-135m"
@@ -195,7 +195,7 @@ def measure(turns: int, progress: Progress) -> dict[str, Any]:
 def main() -> None:
     parser = command("multi_turn", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--turns", type=int, default=len(QUESTIONS))
+    parser.add_argument("--turns", type=COUNT, default=len(QUESTIONS))
     options = parser.parse_args()
     if options.turns < 2:
         parser.error("--turns must be 2 or more: the first turn of a conversation is always cold")

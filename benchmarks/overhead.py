@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import COUNT, Progress, command, print_report
 from serving.local_cluster import LocalCluster
 
 PERIOD_MS = 20.0
@@ -176,7 +176,7 @@ def median_of(results: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = command("overhead", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=COUNT, default=3)
     options = parser.parse_args()
     report = measure(options.rounds, Progress(quiet=options.json))
     if options.json:

@@ -32,7 +32,7 @@ from benchmarks.overload_replay import (
     predicted,
     shared,
 )
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import COUNT, POSITIVE, Progress, command, print_report
 from benchmarks.router_replay import Setup
 from benchmarks.traces import TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
@@ -191,9 +191,9 @@ def decision_us(simulation: Simulation) -> float:
     times: list[float] = []
 
     class Timed(Predicted):
-        def admit(self, ask, choice, now_s):  # type: ignore[no-untyped-def]
+        def admit(self, ask, choice, now_s, again):  # type: ignore[no-untyped-def]
             began_s = time.thread_time()  # whatever else the machine does
-            verdict = super().admit(ask, choice, now_s)
+            verdict = super().admit(ask, choice, now_s, again)
             times.append(time.thread_time() - began_s)
             return verdict
 
@@ -226,9 +226,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--only", choices=("simulated", "live"))
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
-    parser.add_argument("--requests", type=int, help="simulated: only the first so many")
-    parser.add_argument("--frontends", type=int, default=2, help="simulated")
-    parser.add_argument("--seconds", type=float, default=75.0, help="live: how long to send, each time")
+    parser.add_argument("--requests", type=COUNT, help="simulated: only the first so many")
+    parser.add_argument("--frontends", type=COUNT, default=2, help="simulated")
+    parser.add_argument("--seconds", type=POSITIVE, default=75.0, help="live: how long to send, each time")
     args = parser.parse_args()
     progress = Progress(quiet=args.json)
     report: dict[str, Any] = {}

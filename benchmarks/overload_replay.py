@@ -22,7 +22,7 @@ from benchmarks.router_replay import MOST_OUTPUT_TOKENS, Replay, Setup
 from benchmarks.traces import BLOCK_TOKENS, TraceRequest
 from kvrouter.policy_router import PolicyRouter
 from kvrouter.router import Choice, RouterRequest
-from serving.admission import Admission, Ask, Verdict
+from serving.admission import Admission, Again, Ask, Verdict
 from serving.config import AdmissionConfig, Slo
 from serving.length_lanes import LANES
 
@@ -36,7 +36,7 @@ Tenant = Callable[[int], str | None]  # of the request with that number
 class Gate(Protocol):
     """In front of one frontend, or of all."""
 
-    def admit(self, ask: Ask, choice: Choice, now_s: float) -> Verdict | None:
+    def admit(self, ask: Ask, choice: Choice, now_s: float, again: Again) -> Verdict | None:
         """None: let in, no verdict given."""
 
     def ended(self, output_tokens: int) -> None: ...
@@ -46,7 +46,7 @@ class Gate(Protocol):
 class Open:
     """Lets everybody in."""
 
-    def admit(self, ask: Ask, choice: Choice, now_s: float) -> Verdict | None:
+    def admit(self, ask: Ask, choice: Choice, now_s: float, again: Again) -> Verdict | None:
         return None
 
     def ended(self, output_tokens: int) -> None:
@@ -63,7 +63,7 @@ class AtMost(Open):
     most: int
     inside: int = 0
 
-    def admit(self, ask: Ask, choice: Choice, now_s: float) -> Verdict | None:
+    def admit(self, ask: Ask, choice: Choice, now_s: float, again: Again) -> Verdict | None:
         if self.inside >= self.most:
             return REFUSED
         self.inside += 1
@@ -82,7 +82,7 @@ class Rate(Open):
     _tokens: float = field(default=4.0)
     _at_s: float = 0.0
 
-    def admit(self, ask: Ask, choice: Choice, now_s: float) -> Verdict | None:
+    def admit(self, ask: Ask, choice: Choice, now_s: float, again: Again) -> Verdict | None:
         self._tokens = min(self._tokens + (now_s - self._at_s) * self.per_s, self.burst)
         self._at_s = now_s
         if self._tokens < 1.0:
@@ -97,8 +97,8 @@ class Predicted(Open):
 
     admission: Admission
 
-    def admit(self, ask: Ask, choice: Choice, now_s: float) -> Verdict | None:
-        return self.admission.decide(ask, choice, now_s)
+    def admit(self, ask: Ask, choice: Choice, now_s: float, again: Again) -> Verdict | None:
+        return self.admission.decide(ask, choice, now_s, again)
 
     def ended(self, output_tokens: int) -> None:
         self.admission.ended(output_tokens)
@@ -160,14 +160,14 @@ class OverloadReplay(Replay):
         router = self._routers[frontend]
         wanted = _wanted(request)
         choice = router.choose(wanted, now_s)
-        verdict = self.gates[frontend].admit(ask, choice, now_s)
+        verdict = self.gates[frontend].admit(ask, choice, now_s, _again(router, wanted, now_s))
         if verdict is not None:
             if verdict.reason is not None:
                 self.refused.append(Refused(request, verdict))
                 if verdict is not REFUSED and len(self._probes) < PROBES:
                     self._probes.append(Probe(ask, request, frontend, now_s, verdict.retry_after_s))
                 return
-            wanted.limit_s = verdict.limit_s
+            wanted.limit_s, choice = verdict.limit_s, verdict.choice or choice
         computes = choice.prefill or choice.decode
         self._attempts += 2
         job = Job(self._attempts, request, choice.decode, frontend)
@@ -223,8 +223,9 @@ class OverloadReplay(Replay):
         for probe in list(self._probes):
             gate = self.gates[probe.frontend]
             assert isinstance(gate, Predicted)
-            choice = self._routers[probe.frontend].choose(_wanted(probe.request), now_s)
-            if gate.admission.look(probe.ask, choice, now_s).reason is None:
+            router, wanted = self._routers[probe.frontend], _wanted(probe.request)
+            choice = router.choose(wanted, now_s)
+            if gate.admission.look(probe.ask, choice, now_s, _again(router, wanted, now_s)).reason is None:
                 self._probes.remove(probe)
                 self.retry_errors_s.append((probe.told_s, now_s - probe.refused_s))
 
@@ -297,6 +298,16 @@ def _wanted(request: TraceRequest) -> RouterRequest:
         max_tokens=MOST_OUTPUT_TOKENS,
         hashes=request.hashes,
     )
+
+
+def _again(router: PolicyRouter, wanted: RouterRequest, now_s: float) -> Again:
+    """As `serving.placement` chooses once more."""
+
+    def choose(short: frozenset[str]) -> Choice:
+        wanted.avoid |= short
+        return router.choose(wanted, now_s)
+
+    return choose
 
 
 def _quantile(values: Sequence[float], percent: float) -> float:

@@ -9,12 +9,13 @@ pools at the start (those of `static_peak`: a service that runs when the hour be
     startup_30      the same with a start-up of 30 s
     cold_start      the same from one worker a pool
     servegen_day    a day of ServeGen's deepseek-r1 at a tenth of its rate, start-up 300 s
-    burst           ten times the rate for 60 s
+    burst           ten times the rate for 60 s, at budgets of 64, 24, 16 and 12: the last two bind
 
 Worker: prefill 20,480 tokens/s, linear in uncached tokens. A decode step takes d + e * batch + f * KV
 tokens; the constants are the least-squares fit to the llama2-70b rows on four H100 of
 engine_timing_splitwise_sim.csv.gz (`STEP_MS`; checked by a test). A request attains when its TTFT is
-within 1.5 s plus its own uncached prefill time and its mean ITL within 50 ms.
+within 1.5 s plus its own uncached prefill time and its mean ITL within 50 ms. kvrelay plans for
+percentile 98 (`TARGETS`), not for a configuration's default of 95: it is held to 97 and 99 %.
 
     kvrelay          this planner
     peer_throughput  the strongest peer's throughput rule with its defaults
@@ -59,7 +60,7 @@ TOKENS_PER_S = 20_480
 STEP_MS = (28.894, 0.27205, 7.8604e-5)  # d, e, f
 TIMES = EngineTimes(prefill=(0.0, 1e3 / TOKENS_PER_S, 0.0), step=STEP_MS)
 TARGETS = Targets(ttft_ms=1500, ttft_ms_per_1k_tokens=1e6 / TOKENS_PER_S, itl_ms=50, percentile=98)
-CRITERION = Criterion.of(TARGETS)
+CRITERION = Criterion(TARGETS, own_prefill=True)
 BUDGET = 32
 QUANTILE = 0.8  # of forecast errors, planner.settings' default
 ATTAINMENT = 0.99  # of static_peak
@@ -68,6 +69,7 @@ MOST_HEADROOM = 4.0
 DAY_SCALE = 0.1  # of ServeGen's rates: the day then peaks at a dozen workers
 DAY_STARTUP_S = 300.0
 BURST = (900.0, 60.0, 10.0)  # begin, length, factor
+BURST_BUDGETS = (64, 24, 16, 12)
 SECTIONS = ("conversation", "startup_30", "cold_start", "servegen_day", "burst")
 
 Say = Callable[[str], None]
@@ -281,35 +283,46 @@ class Door:
 
 
 def burst(folder: str | None, say: Say) -> Row:
-    """Recovered: from then on 95 % of the requests of each ten seconds attain."""
-    say("burst")
     startup_s = 60.0
     setup = SimSetup(TIMES, initial=(2, 2), startup_s=startup_s)
-    budget = 64
-    row, cluster = run(trace("burst", folder), planner(startup_s, budget=budget), setup)
-    say("burst, with admission")
-    refusing = Cluster(setup, planner(startup_s, budget=budget), Door)
-    refusing.run(trace("burst", folder))
+    requests = trace("burst", folder)
     begin_s, length_s, _ = BURST
-    bins: dict[int, list[bool]] = {}
-    for job in cluster.jobs:
-        met = CRITERION.ttft_ok(job) and CRITERION.itl_ok(job)
-        bins.setdefault(int(job.request.arrival_s // 10), []).append(met)
-    bad = [number for number, met in bins.items() if sum(met) / len(met) < 0.95]
-    bad = [number for number in bad if number * 10 >= begin_s]
-    recovered_s = (max(bad) + 1) * 10 - begin_s if bad else 0.0
+    rows: Row = {}
+    for budget in BURST_BUDGETS[1:]:
+        say(f"burst, budget {budget}")
+        row, cluster = run(requests, planner(startup_s, budget=budget), setup)
+        rows[f"kvrelay_budget_{budget}"] = row | {"recovered_after_s": _recovered_s(cluster)}
+    say("burst, with admission")
+    refusing = Cluster(setup, planner(startup_s, budget=BURST_BUDGETS[0]), Door)
+    refusing.run(requests)
+    rows["kvrelay_with_admission"] = summary(refusing, CRITERION)
+    say(f"burst, budget {BURST_BUDGETS[0]}")
+    row, cluster = run(requests, planner(startup_s, budget=BURST_BUDGETS[0]), setup)
+    recovered_s = _recovered_s(cluster)
     done = [job.finished_s for job in cluster.jobs if job.finished_s is not None]
     during = [
         sum(1 for at_s in done if begin_s + k * 30 <= at_s < begin_s + (k + 1) * 30) / 30 for k in range(6)
     ]
     return {
-        "policies": {"kvrelay": row, "kvrelay_with_admission": summary(refusing, CRITERION)},
+        "policies": {"kvrelay": row, **rows},
         "startup_s": startup_s,
         "recovered_after_s": recovered_s,
         "recovers_within_two_startups": recovered_s <= length_s + 2 * startup_s,
         "answers_per_s_by_30_s": [round(rate, 2) for rate in during],
         "peak_roles": max(sum(sample.targets) for sample in cluster.samples),
     }
+
+
+def _recovered_s(cluster: Cluster) -> float:
+    """Seconds after the burst began, from which on 95 % of the requests of each ten seconds attain."""
+    begin_s = BURST[0]
+    bins: dict[int, list[bool]] = {}
+    for job in cluster.jobs:
+        met = CRITERION.ttft_ok(job) and CRITERION.itl_ok(job)
+        bins.setdefault(int(job.request.arrival_s // 10), []).append(met)
+    bad = [number for number, met in bins.items() if sum(met) / len(met) < 0.95]
+    bad = [number for number in bad if number * 10 >= begin_s]
+    return (max(bad) + 1) * 10 - begin_s if bad else 0.0
 
 
 def targets_met(result: Row) -> Row:
@@ -335,7 +348,8 @@ def targets_met(result: Row) -> Row:
     if "burst" in result:
         section = result["burst"]
         met["burst_recovers"] = section["recovers_within_two_startups"]
-        met["burst_anti_phase"] = [section["policies"]["kvrelay"]["anti_phase"]]
+        for name, row in section["policies"].items():
+            met[f"burst_anti_phase, {name}"] = [row["anti_phase"], row["anti_phase"] == 0]
     return met
 
 

@@ -36,7 +36,8 @@ from benchmarks.handoff import (
     engine_of,
     worker,
 )
-from benchmarks.report import Progress, command
+from benchmarks.report import COUNT, Progress, command
+from planner.options import Number
 from serving.config import EngineConfig, SimProfile, Variant
 from serving.engine.base import Mode, SamplingParams
 from serving.wire import Pull, Submit, pack_u32
@@ -158,11 +159,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = command("pull", __doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--engine", choices=["torch", "sim"], default="sim")
-    parser.add_argument("--kv-bytes-per-token", type=int, default=23_040, help="of the simulated model")
+    parser.add_argument("--kv-bytes-per-token", type=COUNT, default=23_040, help="of the simulated model")
     parser.add_argument("--weights", default="smollm2-135m")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2000, 8000])
-    parser.add_argument("--warm-ups", type=int, default=POOL_TOKENS // WARM_UP_TOKENS + 1)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", type=COUNT, nargs="+", default=[2000, 8000])
+    parser.add_argument(
+        "--warm-ups", type=Number(least=0, whole=True), default=POOL_TOKENS // WARM_UP_TOKENS + 1
+    )
+    parser.add_argument("--rounds", type=COUNT, default=3)
     args = parser.parse_args(argv)
     report = asyncio.run(run(args))
     print(json.dumps(report)) if args.json else print_table(report)

@@ -9,10 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from planner.options import Number, OptionParser
 
-def command(name: str, doc: str | None) -> argparse.ArgumentParser:
+COUNT = Number(least=1, most=10_000_000, whole=True)
+POSITIVE = Number(above=0, most=10_000_000)
+
+
+def command(name: str, doc: str | None) -> OptionParser:
     """The parser of `python -m benchmarks.NAME`; its `--help` shows the module's docstring as it is."""
-    return argparse.ArgumentParser(
+    return OptionParser(
         prog=f"python -m benchmarks.{name}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -27,13 +27,14 @@ import psutil
 
 from benchmarks.overhead import application
 from benchmarks.replay_workers import CHUNK_S, TOKENS_PER_S
-from benchmarks.report import Progress, command, print_report
+from benchmarks.report import COUNT, POSITIVE, Progress, command, print_report
 from benchmarks.router_replay import Replay, Setup
 from benchmarks.scrape import scrape_sums
 from benchmarks.trace_client import CONTEXT_TOKENS, Outcome, first_seconds
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
 from kvrouter.policies.registry import POLICY_NAMES
+from planner.options import Number
 from serving.local_cluster import LocalCluster
 from serving.manifest import resolve_weights
 
@@ -235,14 +236,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
-    parser.add_argument("--speed", type=float, default=1.5, help="times the trace's rate")
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long to send")
+    parser.add_argument("--speed", type=POSITIVE, default=1.5, help="times the trace's rate")
+    parser.add_argument("--seconds", type=POSITIVE, default=300.0, help="how long to send")
     parser.add_argument("--policy", choices=POLICY_NAMES, default="ttft_regret")
-    parser.add_argument("--regret-weight", type=float, default=1.0)
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=3000, help="cache of a worker, of 512 tokens each")
-    parser.add_argument("--frontends", type=int, default=1)
-    parser.add_argument("--output-tokens", type=int, default=8, help="longest answer")
+    parser.add_argument("--regret-weight", type=Number(least=0, most=100), default=1.0)
+    parser.add_argument("--workers", type=COUNT, default=4)
+    parser.add_argument("--blocks", type=COUNT, default=3000, help="cache of a worker, of 512 tokens each")
+    parser.add_argument("--frontends", type=COUNT, default=1)
+    parser.add_argument("--output-tokens", type=COUNT, default=8, help="longest answer")
     args = parser.parse_args()
     report = measure(args, Progress(quiet=args.json))
     if args.json:

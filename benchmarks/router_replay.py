@@ -30,7 +30,7 @@ from benchmarks.replay_workers import (
     PrefillQueue,
     Report,
 )
-from benchmarks.report import command
+from benchmarks.report import COUNT, POSITIVE, command
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
 from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
@@ -39,6 +39,7 @@ from kvrouter.perf_model import WorkerModels
 from kvrouter.policies.registry import POLICY_NAMES, make_policy
 from kvrouter.policy_router import build_router
 from kvrouter.router import RouterRequest, WorkerView
+from planner.options import Number
 from serving.errors import KVRelayError
 
 FIFO_OURS = "ttft_regret_fifo"
@@ -257,28 +258,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command("router_replay", __doc__)
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=COUNT, default=4)
     parser.add_argument(
         "--blocks",
-        type=int,
+        type=COUNT,
         help="cache of a worker, in blocks of 512 tokens; by default 3000 for up to 4 workers, else 2000",
     )
-    parser.add_argument("--speed", type=float, default=1.5, help="times the trace's rate")
+    parser.add_argument("--speed", type=POSITIVE, default=1.5, help="times the trace's rate")
     parser.add_argument("--policy", default="all", choices=("all", *REPLAYED))
-    parser.add_argument("--regret-weight", type=float, default=1.0)
+    parser.add_argument("--regret-weight", type=Number(least=0, most=100), default=1.0)
     parser.add_argument("--layout", choices=("together", "separate"), default="together")
     parser.add_argument(
         "--decode", choices=("fixed", "step"), default="fixed", help="30 ms a token, or by load"
     )
-    parser.add_argument("--requests", type=int, help="only the first so many")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--requests", type=COUNT, help="only the first so many")
+    parser.add_argument("--seed", type=Number(whole=True), default=0)
     parser.add_argument(
-        "--frontends", type=int, default=1, help="that share the workers; reports tell of others"
+        "--frontends", type=COUNT, default=1, help="that share the workers; reports tell of others"
     )
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    if args.workers < 1 or args.speed <= 0 or args.frontends < 1:
-        parser.error("--workers, --speed and --frontends must be above 0")
     setup = Setup(
         args.workers,
         args.blocks or (3000 if args.workers <= 4 else 2000),

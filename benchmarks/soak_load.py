@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from benchmarks.fault_app import App
 from benchmarks.fault_client import Ask, Exchange, send
-from benchmarks.fault_load import ended, random_prompt
-from benchmarks.fault_run import Reference
+from benchmarks.fault_load import Reference, ended, random_prompt
 from benchmarks.fault_verdict import judge
 
 CLIENTS = 12

@@ -17,8 +17,9 @@ from typing import cast
 import orjson
 import uvloop
 
-from benchmarks.report import command
+from benchmarks.report import COUNT, POSITIVE, command
 from benchmarks.traces import BLOCK_TOKENS, TRACE_NAMES, TraceRequest, load_trace, traces_dir
+from planner.options import Number
 
 FIRST_ID, LAST_ID = 100, 999  # three digits each: a body of 4 bytes a token, and nothing special among them
 CONTEXT_TOKENS = 262_144
@@ -146,13 +147,13 @@ async def send_trace(
 def main() -> None:
     parser = command("trace_client", __doc__)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--port", type=Number(least=1, most=65535, whole=True), required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--trace", choices=TRACE_NAMES, default="conversation")
     parser.add_argument("--traces", metavar="DIR", help="where the traces are")
-    parser.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
-    parser.add_argument("--seconds", type=float, default=300.0, help="how much of it, as sent")
-    parser.add_argument("--output-tokens", type=int, default=8, help="longest answer")
+    parser.add_argument("--speed", type=POSITIVE, default=1.0, help="times the trace's rate")
+    parser.add_argument("--seconds", type=POSITIVE, default=300.0, help="how much of it, as sent")
+    parser.add_argument("--output-tokens", type=COUNT, default=8, help="longest answer")
     options = parser.parse_args()
     trace = load_trace(options.trace, traces_dir(options.traces), options.speed)
     requests = first_seconds(trace, options.seconds, options.output_tokens)

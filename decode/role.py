@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 class DecodeRole:
     """Takes over DECODE attempts; the Ending of their jobs.
 
-    `on_failed(attempt, message, retryable)` is called at most once an attempt and never after its job was
-    cancelled; `on_unneeded(attempt)` when the request had already finished on its first token, or ended at
-    the owner of a live one; `on_arrived(attempt)` when the KV is here.
+    `on_failed(attempt, message, alike)` is called at most once an attempt and never after its job was
+    cancelled; not `alike`: the KV is there in another layout, so these two can never hand over.
+    `on_unneeded(attempt)` when the request had already finished on its first token, or ended at the owner
+    of a live one; `on_arrived(attempt)` when the KV is here.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class DecodeRole:
         self.moves = MoveCounters()  # live ones are counted here alone
         self._engine = engine
         self._reader = reader
-        self._answer_s = deadlines.prefill_ms / 1e3
+        self._answer_s = (deadlines.queue_ms + deadlines.prefill_ms) / 1e3  # a prompt may have to wait
         self._live_answer_s = deadlines.transfer_ms / 1e3  # at most a step away
         self._on_failed = on_failed
         self._on_unneeded = on_unneeded

@@ -13,9 +13,21 @@ from dataclasses import dataclass
 
 from kvrouter.perf_model import WorkerModels
 
-__all__ = ["Candidate", "Demand", "Pull", "Terms", "cheapest_prefix", "local_terms", "pick", "with_room"]
+__all__ = [
+    "EVEN",
+    "Candidate",
+    "Demand",
+    "Pull",
+    "Terms",
+    "cheapest_prefix",
+    "local_terms",
+    "pick",
+    "whole_ms",
+    "with_room",
+]
 
 Terms = dict[str, float]
+EVEN = 0.005  # of the ITL, a request in flight: about the models' own error
 
 
 @dataclass(slots=True)
@@ -108,6 +120,17 @@ def local_terms(decode: Candidate, batch: int) -> Terms:
         "disturbance_ms": batch * decode.prefill_ms,
         "total": decode.ttft_ms + batch * decode.prefill_ms,
     }
+
+
+def whole_ms(demand: Demand, decode: Candidate, computes: Candidate, move_ms: float) -> float:
+    """Of the whole answer, prompt and tokens: compares pairs of no common worker, under any policy.
+
+    `decode` may be `computes`: then, as in `local_terms`, its batch waits too. `move_ms`: of the KV.
+    """
+    ttft_ms = computes.ttft_ms + move_ms
+    if decode.ident == computes.ident:
+        ttft_ms += decode.in_flight * computes.prefill_ms
+    return ttft_ms + demand.output_tokens * decode.itl_ms * (1 + EVEN * decode.in_flight)
 
 
 def pick(

@@ -6,6 +6,8 @@
     local    or on the decode worker itself, if that costs all clients together less
 
 Without prefill workers, decode workers compute their prompts themselves and the prefill score places them.
+In a rollout workers may differ in the layout of their KV: then all of this is done for each layout, among
+its own workers, and the predicted time of the whole answer decides (kvrouter/layouts.py).
 Several routers share the workers without talking to each other: own bookings count at once, reports tell of
 the others' (kvrouter.load), and ties fall differently by seed.
 """
@@ -14,13 +16,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvrouter.candidates import candidates, decode_candidates
 from kvrouter.cost import Candidate, Demand, Terms, local_terms, pick, with_room
 from kvrouter.deadline import Order
 from kvrouter.events import CacheEvents
 from kvrouter.hashing import block_hashes
+from kvrouter.layouts import Placing, best_of, by_layout, held_by, of_layout, settled
 from kvrouter.load import Booking, WorkerLoad
 from kvrouter.pending_prefixes import PendingPrefixes
 from kvrouter.perf_model import WorkerModels
@@ -61,6 +64,7 @@ class PolicyRouter:
         self._local = local
         self._frontends = frontends
         self._loads: dict[str, WorkerLoad] = {}
+        self._mixed = False  # some workers cannot read others' KV
         self._attempts: dict[int, str] = {}  # attempt -> worker
         self._pending = PendingPrefixes()
         self._turnovers = {role: CacheTurnover() for role in ("prefill", "decode")}
@@ -79,15 +83,17 @@ class PolicyRouter:
         known = self._loads.get(worker.ident)
         if known is not None:
             known.view = worker
-            return
-        models = self._models()
-        peers = [load for load in self._loads.values() if load.view.role == worker.role]
-        if peers:
-            models.learn_from(max(peers, key=lambda load: load.models.samples).models)
-        self._loads[worker.ident] = WorkerLoad(worker, models, self._order, self._frontends)
+        else:
+            models = self._models()
+            peers = [load for load in self._loads.values() if load.view.role == worker.role]
+            if peers:
+                models.learn_from(max(peers, key=lambda load: load.models.samples).models)
+            self._loads[worker.ident] = WorkerLoad(worker, models, self._order, self._frontends)
+        self._mixed = len(by_layout(self._loads.values())) > 1
 
     def remove_worker(self, ident: str) -> None:
         load = self._loads.pop(ident, None)
+        self._mixed = self._mixed and len(by_layout(self._loads.values())) > 1
         for attempt in load.bookings if load is not None else ():
             del self._attempts[attempt]
             self._pending.drop(attempt)
@@ -115,51 +121,83 @@ class PolicyRouter:
     # ------------------------------------------------------------ choosing
 
     def choose(self, request: RouterRequest, now_s: float, *, look: bool = False) -> Choice:
-        decoders = self._able("decode", request)
+        decoders = self._able("decode", request, self._loads.values())
         if not decoders:
             raise NoWorker("no decode worker can take the request")
-        demand = Demand(
-            prompt_tokens=len(request.tokens),
-            output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
-            session_worker=None if request.session is None else self._sessions.get(request.session),
-            waited_s=request.waited_s,
-        )
-        if request.hashes is None:
-            size = decoders[0].view.block_tokens
-            request.hashes = block_hashes(request.tokens, size, request.namespace)
-        stored = self.caches.match(request.hashes)
-        if self._pull and stored:
-            demand.lender = max(stored.items(), key=lambda entry: entry[1])
-        matched = self._match(stored, request.hashes)
-        prefillers = self._able("prefill", request)
-        if prefillers:
-            choice, picked = self._separate(demand, decoders, prefillers, matched, now_s)
+        if self._mixed:
+            placing = self._among_layouts(request, decoders, now_s)
         else:
-            choice, picked = self._together(demand, decoders, matched, now_s)
+            if request.hashes is None:
+                request.hashes = self._hashes(request, decoders)
+            prefillers = self._able("prefill", request, self._loads.values()) if request.handoff else []
+            stored = self.caches.match(request.hashes)
+            placing = self._place(request, stored, decoders, prefillers, now_s)
         if not look:
-            for candidate in picked:
+            for candidate in placing.picked:
                 self.policy.chosen(candidate)
-        request.choice = choice
-        return choice
+        request.choice = placing.choice()
+        return request.choice
 
     def choose_decode(self, request: RouterRequest, source: str, now_s: float) -> Choice:
         """See Router."""
-        decoders = [load for load in self._able("decode", request) if not load.view.draining]
+        owner = self._loads.get(source) if request.handoff else None
+        alike = of_layout(owner.view.layout, self._loads.values()) if owner is not None else []
+        decoders = [load for load in self._able("decode", request, alike) if not load.view.draining]
         decoders = [load for load in decoders if load.view.ident != source]
         if not decoders:
             raise NoWorker("no other decode worker can take the request")
-        demand = Demand(
-            prompt_tokens=len(request.tokens),
-            output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
-        )
-        size = decoders[0].view.block_tokens
-        request.hashes = block_hashes(request.tokens, size, request.namespace)
+        demand = self._demand(request)
+        request.hashes = self._hashes(request, decoders)
         decode, terms = self._decode_on(demand, decoders, self.caches.match(request.hashes))
         self.policy.chosen(decode)
         request.choice = Choice(
             decode=decode.ident, prefill=source, predicted_itl_ms=decode.itl_ms, reasons=terms
         )
         return request.choice
+
+    def _among_layouts(self, request: RouterRequest, decoders: list[WorkerLoad], now_s: float) -> Placing:
+        placings = []
+        for layout, able in by_layout(decoders).items():
+            alike = of_layout(layout, self._loads.values())
+            prefillers = settled(alike, request.avoid) if request.handoff else []
+            request.hashes = self._hashes(request, able)
+            stored = held_by(alike, self.caches.match(request.hashes))
+            placing = self._place(request, stored, able, prefillers, now_s)
+            placing.hashes = request.hashes
+            placings.append(placing)
+        best = best_of(placings, self._random)
+        request.hashes = best.hashes
+        return best
+
+    def _place(
+        self,
+        request: RouterRequest,
+        stored: Mapping[str, int],
+        decoders: list[WorkerLoad],
+        prefillers: list[WorkerLoad],
+        now_s: float,
+    ) -> Placing:
+        """On workers of one layout; `stored` by such ones, of `request.hashes`."""
+        assert request.hashes is not None
+        demand = self._demand(request)
+        if self._pull and stored:
+            demand.lender = max(stored.items(), key=lambda entry: entry[1])
+        matched = self._match(stored, request.hashes)
+        if prefillers:
+            return self._separate(demand, decoders, prefillers, matched, now_s)
+        return self._together(demand, decoders, matched, now_s)
+
+    def _demand(self, request: RouterRequest) -> Demand:
+        return Demand(
+            prompt_tokens=len(request.tokens),
+            output_tokens=min(request.max_tokens, EXPECTED_OUTPUT_TOKENS),
+            session_worker=None if request.session is None else self._sessions.get(request.session),
+            waited_s=request.waited_s,
+        )
+
+    def _hashes(self, request: RouterRequest, workers: Sequence[WorkerLoad]) -> Sequence[int]:
+        """Of blocks as `workers`, of one layout, have them."""
+        return block_hashes(request.tokens, workers[0].view.block_tokens, request.namespace)
 
     def _decode_on(
         self, demand: Demand, decoders: list[WorkerLoad], matched: Mapping[str, int]
@@ -171,11 +209,11 @@ class PolicyRouter:
 
     def _together(
         self, demand: Demand, loads: list[WorkerLoad], matched: Mapping[str, int], now_s: float
-    ) -> tuple[Choice, list[Candidate]]:
-        """Prefill and decode on one worker; also what was picked, for the policy to remember."""
+    ) -> Placing:
+        """Prefill and decode on one worker."""
         able = with_room(self._candidates(demand, loads, matched, now_s))
         chosen, reasons = self._compute_on(demand, able)
-        return _choice(chosen, None, chosen, reasons), [chosen]
+        return Placing(demand, chosen, chosen, reasons)
 
     def _separate(
         self,
@@ -184,21 +222,22 @@ class PolicyRouter:
         prefillers: list[WorkerLoad],
         matched: Mapping[str, int],
         now_s: float,
-    ) -> tuple[Choice, list[Candidate]]:
+    ) -> Placing:
         decode, decode_terms = self._decode_on(demand, decoders, matched)
         able_to_compute = self._candidates(demand, prefillers, matched, now_s)
         chosen, reasons = self._compute_on(demand, able_to_compute)
         reasons |= decode_terms
+        load = self._loads[decode.ident]
+        missing = demand.prompt_tokens - decode.cached_tokens
+        move_ms = load.models.move.ms(min(missing, TAIL_TOKENS))
         if self._local and self.policy.weighs_local:
-            load = self._loads[decode.ident]
             alone = self._candidates(demand, [load], matched, now_s)[0]
             local = local_terms(alone, load.in_flight)
-            missing = demand.prompt_tokens - decode.cached_tokens
-            remote_ms = chosen.ttft_ms + load.models.move.ms(min(missing, TAIL_TOKENS))
+            remote_ms = chosen.ttft_ms + move_ms
             reasons[decode.ident] |= {"local_ms": local["total"], "remote_ms": remote_ms}
             if local["total"] < remote_ms:
-                return _choice(alone, None, alone, reasons), [decode]
-        return _choice(decode, chosen, chosen, reasons), [decode, chosen]
+                return Placing(demand, decode, alone, reasons)
+        return Placing(demand, decode, chosen, reasons, move_ms)
 
     def _compute_on(self, demand: Demand, able: Sequence[Candidate]) -> tuple[Candidate, dict[str, Terms]]:
         """Who computes the prompt, and the terms of all that were compared."""
@@ -215,9 +254,9 @@ class PolicyRouter:
         turnover = self._turnovers[loads[0].view.role]
         return candidates(demand, loads, matched, turnover, now_s)
 
-    def _able(self, role: str, request: RouterRequest) -> list[WorkerLoad]:
+    def _able(self, role: str, request: RouterRequest, among: Iterable[WorkerLoad]) -> list[WorkerLoad]:
         """The workers of a role: those to avoid only when all are, draining ones only without others."""
-        pool = [w for w in self._loads.values() if w.view.role == role]
+        pool = [w for w in among if w.view.role == role]
         able = [w for w in pool if not w.view.draining] or pool
         return [w for w in able if w.view.ident not in request.avoid] or able
 
@@ -363,22 +402,6 @@ class PolicyRouter:
     def sweep(self, now_s: float) -> list[str]:
         """Call about once a second. Workers that turned out to send no events since the last call."""
         return self.caches.sweep(now_s)
-
-
-def _choice(
-    decode: Candidate, prefill: Candidate | None, computes: Candidate, reasons: dict[str, Terms]
-) -> Choice:
-    return Choice(
-        decode=decode.ident,
-        prefill=None if prefill is None else prefill.ident,
-        cached_tokens=computes.cached_tokens,
-        predicted_ttft_ms=computes.ttft_ms,
-        predicted_itl_ms=decode.itl_ms,
-        reasons=reasons,
-        pull_from=computes.pull_from,
-        pull_tokens=computes.pull_tokens,
-        pull_within_ms=computes.compute_ms,
-    )
 
 
 def build_router(

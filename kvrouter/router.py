@@ -48,6 +48,7 @@ class RouterRequest:
     choice: Choice | None = None  # what `choose` answered last, for `book`
     limit_s: float = inf  # when its first token should be out, for `book`
     waited_s: float = 0.0  # its client, for the next token: it is as old as that in a worker's order
+    handoff: bool = True  # False: its KV goes nowhere, so whoever decodes computes the prompt too
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class WorkerView:
     total_blocks: int
     max_batch: int
     draining: bool = False  # it gets a request only when nobody else is left
+    layout: str = ""  # of its KV: only workers of one layout read each other's
 
 
 @dataclass(slots=True)
@@ -95,7 +97,7 @@ class Router(Protocol):
     def choose_decode(self, request: RouterRequest, source: str, now_s: float) -> Choice:
         """Where a running request can go on with the KV that `source` has; the choice's `prefill` is it.
 
-        Raises NoWorker when there is none but `source` and draining ones. Books nothing.
+        Raises NoWorker when none of its layout is there but `source` and draining ones. Books nothing.
         """
 
     def book(self, attempt: int, worker: str, request: RouterRequest, now_s: float) -> None:
@@ -117,7 +119,8 @@ class Router(Protocol):
         """From now until its prompt is computed, as predicted; None: no prompt of it is to be computed."""
 
     def can_spare(self, worker: str) -> bool:
-        """Another worker of its role is there and not leaving: `choose` need not fall back on this one."""
+        """Another worker of its role is there and not leaving: `choose` need not fall back on this one.
+        Of whatever layout: it is for requests that have no KV yet."""
 
     def is_uneven(self, by_ms: float, now_s: float) -> bool:
         """Some worker has so much less to compute than another one of its role. Cheap."""

@@ -43,13 +43,25 @@ class ServeConnector:
                 running=states.count("RUNNING"),
                 starting=sum(state in STARTING for state in states),
                 stopping=states.count("STOPPING"),
+                replicas=frozenset(str(r["replica_id"]) for r in deployment["replicas"]),
                 leaving=frozenset(
                     str(r["replica_id"])
                     for r, state in zip(deployment["replicas"], states, strict=True)
                     if state == "STOPPING"
                 ),
+                unplaced=sum(
+                    state == "STARTING" and r.get("node_id") is None
+                    for r, state in zip(deployment["replicas"], states, strict=True)
+                ),
             )
         return counts
+
+    async def replicas(self) -> set[str]:
+        """Every replica there is, in whatever state. Raises Unavailable, as `counts`."""
+        counts = await self.counts()
+        if not counts:  # none is named while Serve builds
+            raise Unavailable(f"Serve does not list the deployments of {self._application!r}")
+        return {replica for there in counts.values() for replica in there.replicas}
 
     async def scale(self, deployment: str, replicas: int) -> None:
         """Set the target; idempotent. Raises Unavailable with what stands against it."""

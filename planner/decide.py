@@ -17,9 +17,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from planner.demand import Demand, demand
+from planner.demand import Demand, demand, held_roles, remember
 from planner.observation import Decision, Observation, PoolSeen, VariantDecision, VariantSeen
-from planner.placement import current, lendable, occupied, place, share_budget
+from planner.placement import Pool, current, lendable, occupied, place, rescue, share_budget
 from planner.predict import forecast
 from planner.settings import Settings, VariantSettings
 from planner.sizing import Roles
@@ -47,11 +47,20 @@ def decide(
         if name not in seen
         for pool in (own.prefill, own.decode)
     )
-    shared = share_budget({name: d.roles for name, d in demands.items()}, limits, budget)
+    held = {name: held_roles(variant, states[name]) for name, variant in seen.items()}
+    firm: set[Pool] = {
+        (name, role)
+        for name, own in states.items()
+        for role in (0, 1)
+        if demands[name].forecast is None or now_s - own.role_grown_s[role] < settings.down_window_s
+    }
+    shared = share_budget({name: d.roles for name, d in demands.items()}, held, firm, limits, budget)
     free = budget - sum(occupied(seen[name].pools, limits[name]) for name in seen)
     decisions: dict[str, VariantDecision] = {}
     for name, variant in seen.items():
-        states[name] = _watch_starts(variant, states[name], settings, now_s)
+        if demands[name].forecast is not None:
+            states[name] = remember(states[name], held[name], shared[name], limits[name], now_s)
+        states[name] = _watch_starts(variant, states[name], settings, limits[name], now_s)
         decisions[name], free = _placed(
             variant, demands[name], shared[name], states[name], settings, limits[name], free, now_s
         )  # fmt: skip
@@ -79,12 +88,14 @@ def _placed(  # noqa: PLR0917 - all of one variant
     }
     placed = place(roles, now, own, (caps["prefill"], caps["decode"]))
     loan = lendable(placed.lent, roles, seen.pools)
+    if own.lends and own.startup_s > own.flip_s and (seen.arrivals or seen.queued):
+        loan = rescue(loan, roles, seen.pools)
     reason = wish.reason
     if roles != wish.roles:
         reason += f"; budget {settings.budget:g} allows {roles[0]}+{roles[1]}"
     for name, cap in caps.items():
         if cap != UNCAPPED:
-            reason += f"; {name} stays at {cap}: more were not placed in {settings.unplaced_s:g} s"
+            reason += f"; {name} stays at {cap}: more were not placed"
     prefill, free = _affordable(placed.prefill, now.prefill, own.prefill.cost, free)
     decode, free = _affordable(placed.decode, now.decode, own.decode.cost, free)
     if (prefill, decode) != (placed.prefill, placed.decode):
@@ -111,28 +122,45 @@ def _affordable(target: int, now: int, cost: float, free: float) -> tuple[int, f
     return now + new, free - new * cost
 
 
-def _watch_starts(seen: VariantSeen, state: VariantState, settings: Settings, now_s: float) -> VariantState:
-    pools = {
-        name: _watched(seen.pools, name, state.pools.get(name, PoolState()), settings, now_s)
-        for name in ("prefill", "decode")
-    }
+def _watch_starts(
+    seen: VariantSeen, state: VariantState, settings: Settings, own: VariantSettings, now_s: float
+) -> VariantState:
+    """Takes back starts that do not come. What finds no place in one deployment finds none in the other one
+    either where both are made of the same: that stays as it is too."""
+    pools = {}
+    for name in ("prefill", "decode"):
+        pools[name] = _watched(_pool(seen, name), state.pools.get(name, PoolState()), settings, own, now_s)
+    for name, other in (("prefill", "decode"), ("decode", "prefill")):
+        until_s = pools[name].cap_until_s
+        if own.lends and until_s == now_s + settings.retry_s and pools[other].cap_until_s < until_s:
+            there = _pool(seen, other)
+            kept = there.ready + there.lent + there.starting
+            pools[other] = replace(pools[other], cap=kept, cap_until_s=until_s)
     return replace(state, pools=pools)
 
 
+def _pool(seen: VariantSeen, name: str) -> PoolSeen:
+    return seen.pools.get(name, PoolSeen())
+
+
 def _watched(
-    pools: Mapping[str, PoolSeen], name: str, state: PoolState, settings: Settings, now_s: float
+    pool: PoolSeen, state: PoolState, settings: Settings, own: VariantSettings, now_s: float
 ) -> PoolState:
-    """After `unplaced_s` without a replica becoming ready, what is ready is all that is asked for."""
-    pool = pools.get(name, PoolSeen())
+    """When no start has come further for too long, those that have a place are all that is asked for; where
+    all have one, those that are ready. A worker that loads is given twice what a start takes."""
     ready = pool.ready + pool.lent
+    placed = ready if pool.unplaced is None else ready + pool.starting - pool.unplaced
+    progress = ready, placed
     if pool.starting == 0:
-        return replace(state, waiting_since_s=None, ready=ready)
+        return replace(state, waiting_since_s=None, progress=progress)
     since = state.waiting_since_s
-    if since is None or ready > state.ready:
-        return replace(state, waiting_since_s=now_s, ready=ready)
-    if now_s - since >= settings.unplaced_s:
-        return PoolState(None, ready, cap=ready, cap_until_s=now_s + settings.retry_s)
-    return replace(state, ready=ready)
+    if since is None or ready > state.progress[0] or placed > state.progress[1]:
+        return replace(state, waiting_since_s=now_s, progress=progress)
+    enough_s = settings.unplaced_s if pool.unplaced else max(settings.unplaced_s, 2 * own.startup_s)
+    if now_s - since >= enough_s:
+        cap = placed if pool.unplaced else ready
+        return PoolState(None, progress, cap=cap, cap_until_s=now_s + settings.retry_s)
+    return replace(state, progress=progress)
 
 
 def _frontends(

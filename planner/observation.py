@@ -28,12 +28,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PoolSeen:
-    """The workers of one Serve deployment, whatever role they play now; the four never overlap."""
+    """The workers of one Serve deployment, whatever role they play now; the first four never overlap."""
 
     ready: int = 0  # in the role of their deployment
     lent: int = 0  # playing the other role, or draining in order to
     starting: int = 0  # ordered, not ready
     draining: int = 0  # leaving for good
+    unplaced: int | None = None  # those of `starting` that the cluster has no place for yet; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +64,13 @@ class VariantSeen:
 
     Attributes:
         arrivals: requests of the last `window_s`, refused ones too; None when no frontend reported.
-        recent: those of the last `recent_s`, oldest first; each stands for `weight` alike.
-        outputs: (prompt, output) tokens of recent answers; a bounded sample.
+        recent: of the last minutes, about oldest first; the newest stand for `weight` requests each.
+        observed: (from, to) of the times that `recent` was seen in, oldest first, each alike; between two
+            of them nothing is known. Empty: the `recent_s` from the first of `recent` on.
+        recent_s: how long those are together.
+        outputs: (prompt, output) tokens of recent answers, in the order of their ends; a bounded sample.
+        outputs_s: for how long all ends are in `outputs`; None when its answers were seen from their start.
+        going: (prompt, output so far) tokens of answers that are not complete; empty when unknown.
         cached_share: of the prompt tokens of `recent` that a cache had.
         queue_age_s: of the oldest prompt without a first token; None when unknown, 0 when none waits.
         queued: prompts without a first token.
@@ -88,6 +94,9 @@ class VariantSeen:
     times: FittedTimes | None = None
     kv_tokens: int | None = None
     max_batch: int | None = None
+    observed: tuple[tuple[float, float], ...] = ()
+    outputs_s: float | None = None
+    going: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,18 @@
 
 A Predictor is a function of the past; `planner.predictors` has one a file. This module keeps the past,
 compares each forecast with what came, and adds head-room: the quantile of recent relative errors. So a
-good predictor is cheaper, and a bad one is still safe.
+good predictor is cheaper, and a bad one is still safe. A jump that shows at once counts at once; that the
+predictor lags behind it for minutes is then no error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from planner.predictors import PREDICTORS
 from planner.predictors.past import BIN_S, Past
+from planner.trend import clumped
 
 __all__ = ["Forecast", "ForecastState", "forecast", "record"]
 
@@ -21,6 +22,7 @@ FEW_ERRORS = 10  # before these, `FIRST_HEADROOM`
 FIRST_HEADROOM = 1.1
 MOST_HEADROOM = 2.0
 COMPARED = ("last", "shape")  # whose errors are always kept: the blend weighs by them
+USED = "used"  # the forecast of the predictor in use, or the level then, the greater: as it was acted upon
 LEVEL_S = 240.0  # of the rate that counts as the present one
 FAST_WINDOWS_S = (5.0, 10.0, 20.0, 40.0, 80.0)  # in which a jump may show
 FAST_SIGMAS = 2.5  # by which it must stand out
@@ -37,7 +39,9 @@ class ForecastState:
     open_s: float = 0.0
     pending: tuple[tuple[float, dict[str, float]], ...] = ()  # (due, forecasts by predictor)
     errors: dict[str, tuple[float, ...]] | None = None  # actual / forecast, the newest last
-    dispersion: float = 1.0  # variance of arrivals in a tick, by their mean
+    dispersion: float = (
+        1.0  # planner.trend.clumped of the arrivals in a tick, before any jump that shows now
+    )
     ahead: float | None = None  # the last forecast of the predictor in use
 
 
@@ -60,7 +64,7 @@ def record(
         open_arrivals=state.open_arrivals + arrivals,
         open_s=state.open_s + window_s,
         dispersion=max(
-            _dispersion([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
+            clumped([n for end_s, _, n in ticks if end_s <= now_s - FAST_WINDOWS_S[-1]]),
             state.dispersion * CLUMPS_FADE,
         ),
     )
@@ -73,7 +77,7 @@ def forecast(
     """At `lead_s` from now, which `record` was given too."""
     level = _level(state, lead_s, now_s)
     expected = level if state.ahead is None else state.ahead
-    headroom = _headroom((state.errors or {}).get(predictor, ()), quantile)
+    headroom = _headroom((state.errors or {}).get(USED, ()), quantile)
     return Forecast(max(expected * headroom, level), expected, level, headroom)
 
 
@@ -93,6 +97,8 @@ def _close_bin(state: ForecastState, predictor: str, lead_s: float, now_s: float
         ahead = PREDICTORS[name](past, lead_s, errors)
         if ahead is not None:
             made[name] = ahead
+    if predictor in made:
+        made[USED] = max(made[predictor], _level(state, lead_s, now_s))
     pending.append((now_s + lead_s, made))
     return replace(
         state,
@@ -144,13 +150,3 @@ def _rate(
         count += arrivals
         span += length_s
     return (count / span, span) if span > 0 else None
-
-
-def _dispersion(counts: Sequence[float]) -> float:
-    """How clumped the arrivals of past ticks are, before any jump that shows now: 1 for Poisson."""
-    if len(counts) < 6:
-        return 1.0
-    mean = sum(counts) / len(counts)
-    if mean <= 0:
-        return 1.0
-    return max(sum((n - mean) ** 2 for n in counts) / len(counts) / mean, 1.0)

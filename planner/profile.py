@@ -24,6 +24,7 @@ from pathlib import Path
 
 from planner.fit_times import fit_prefill, fit_step
 from planner.observation import FittedTimes
+from planner.options import Number, Option, OptionParser
 from planner.profile_picture import draw_fit
 from planner.timing_profile import Profile, Provenance, save_profile
 from serving import __version__
@@ -35,6 +36,7 @@ from serving.gpu_probe import probe
 from serving.manifest import model_digest, resolve_weights
 from serving.preflight import find_config, read_plan
 from serving.progress import shown_progress
+from serving.worker_spec import ROLES, on_gpu, parallel_of
 
 __all__ = ["device_name", "measure", "provenance_of"]
 
@@ -175,7 +177,7 @@ def _measure_steps(
 
 def device_name(variant: Variant) -> str:
     """The GPU's or the CPU's model name."""
-    devices = probe().devices if variant.engine.device != "cpu" else ()
+    devices = probe().devices if on_gpu(variant) else ()
     if devices:
         return devices[0].name
     try:
@@ -185,15 +187,23 @@ def device_name(variant: Variant) -> str:
         return platform.processor() or platform.machine()
 
 
-def provenance_of(variant: Variant) -> Provenance:
+def layout_of(variant: Variant, role: str) -> str:
+    parallel = parallel_of(variant, role)
+    return f"tp{parallel.tensor}pp{parallel.pipeline}"
+
+
+def provenance_of(variant: Variant, weights_digest: str, role: str = "decode") -> Provenance:
+    """Of a worker of the pool `role` on this machine; `measure` drives one of decode."""
     return Provenance(
         model=variant.weights,
-        weights_digest=model_digest(resolve_weights(variant.weights)),
+        weights_digest=weights_digest,
         engine=variant.engine.kind,
         dtype=variant.engine.dtype,
         device=device_name(variant),
         version=__version__,
         date=datetime.now(UTC).date().isoformat(),
+        parallel=layout_of(variant, role),
+        threads=0 if on_gpu(variant) else variant.engine.threads,
     )
 
 
@@ -214,43 +224,65 @@ def _variant(args: argparse.Namespace) -> Variant:
     ]
     for name, variant in found:
         if args.variant in (None, name):
+            layouts = [layout_of(variant, role) for role in ROLES]
+            if variant.prefill.replicas and layouts[0] != layouts[1]:
+                raise StartError(
+                    f"{name} has prefill workers of {layouts[0]}, decode workers of {layouts[1]}: no "
+                    "profile holds for both; leave `times` out, and the models are learnt from requests"
+                )
             return variant
     names = ", ".join(name for name, _ in found)
     raise StartError(f"--variant {args.variant!r} is not in {args.config}; there: {names}")
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m planner.profile",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--config", help="a configuration of `serve run`; then of its first variant")
-    parser.add_argument("--variant", help="with --config: another one, as model/variant")
-    parser.add_argument("--weights", default="smollm2-135m", help="a known name or a path")
-    parser.add_argument("--engine", default="torch", choices=("torch", "sim", "tensorrt_llm"))
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--sim-profile", default="h100-70b", help="with --engine sim")
-    parser.add_argument("--case-s", type=float, default=CASE_S, help="leave out cases that take longer")
-    parser.add_argument("--out", default="profile", help="writes OUT.json and OUT.png")
+BY_CONFIG, BY_OPTIONS, SIMULATED = "--config", "a command without --config", "--engine sim"
+WHAT = (
+    Option("--config", str, None, "a configuration of `serve run`; its first variant is measured"),
+    Option("--variant", str, None, "another one, as model/variant", BY_CONFIG),
+    Option("--weights", str, "smollm2-135m", "a known name or a path", BY_OPTIONS),
+    Option("--engine", ("torch", "sim", "tensorrt_llm"), "torch", "that computes", BY_OPTIONS),
+    Option("--dtype", ("bfloat16", "float32", "float16"), "bfloat16", "of the weights", BY_OPTIONS),
+    Option("--device", str, "cpu", "cpu, cuda or cuda:N", BY_OPTIONS),
+    Option("--threads", Number(least=1, most=1024, whole=True), 1, "of the engine on a CPU", BY_OPTIONS),
+    Option("--sim-profile", str, "h100-70b", "a name in configs/profiles or a .json file", SIMULATED),
+)
+HOW = (
+    Option("--case-s", Number(above=0, most=3600), CASE_S, "leave out cases that take longer"),
+    Option("--out", str, "profile", "writes OUT.json and OUT.png"),
+)
+
+
+def arguments(argv: Sequence[str] | None) -> tuple[OptionParser, argparse.Namespace]:
+    """Exits with one line and code 2 on a mistake."""
+    parser = OptionParser(prog="python -m planner.profile", description=(__doc__ or "").splitlines()[0])
+    parser.table("what is measured", WHAT)
+    parser.table("how", HOW)
     args = parser.parse_args(argv)
-    if args.threads < 1 or args.case_s <= 0:
-        parser.error("--threads and --case-s must be above 0")
+    parser.settle(
+        args,
+        lambda args: {
+            BY_CONFIG: args.config is not None,
+            BY_OPTIONS: args.config is None,
+            SIMULATED: args.config is None and args.engine == "sim",
+        },
+    )
+    return parser, args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, args = arguments(argv)
+    parser.will_write("--out", args.out, (".json", ".png"))
     try:
         variant = _variant(args)
         with shown_progress("profile") as report:
             report("building the engine", 0.0)
-            provenance = provenance_of(variant)
+            provenance = provenance_of(variant, model_digest(resolve_weights(variant.weights)))
             engine = build_engine(variant)
             prefill, step = measure(engine, variant.engine.max_batch, report, args.case_s)
             report("fitting", 1.0)
         profile = make_profile(provenance, prefill, step)
     except KVRelayError as error:
-        print(error.message, file=sys.stderr)
-        return 2
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+        return parser.failed(error.message)
     save_profile(profile, Path(f"{args.out}.json"))
     draw_fit(profile, Path(f"{args.out}.png"))
     times = profile.times

@@ -2,7 +2,8 @@
 
     formula   Allen and Cunneen's M/G/k tail:
               P(W > t) = ErlangC(k, a) * exp(-2 (k/E[S] - rate) t / (Ca^2 + Cs^2)),  a = rate * E[S]
-    replay    the recent arrivals through k servers, first come first served (Kiefer and Wolfowitz)
+    replay    recent arrivals at the rate in question through k servers, first come first served (Kiefer and
+              Wolfowitz)
 
 The replay knows how arrivals really come (in clumps, long ones after another); the formula needs few of
 them. Both are first come, first served. Workers that serve by deadline let short prompts pass, and fewer
@@ -16,7 +17,9 @@ import heapq
 import math
 from collections.abc import Sequence
 
-__all__ = ["DEADLINE_POWER", "erlang_c", "late_share", "tail"]
+__all__ = ["DEADLINE_POWER", "Row", "erlang_c", "late_counts", "tail"]
+
+Row = tuple[float, float, float, int]  # at (see `pace_s`), service_s, allowed wait_s, class
 
 DEADLINE_POWER = 1.5
 
@@ -32,9 +35,15 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def tail(
-    servers: int, rate: float, service_s: float, wait_s: float, *, arrival_cv2: float, service_cv2: float
+    servers: int,
+    rate: float,
+    service_s: float,
+    waits_s: Sequence[float],
+    *,
+    arrival_cv2: float,
+    service_cv2: float,
 ) -> float:
-    """P(W > wait_s) by the formula; rate per second."""
+    """P(W > wait) by the formula, mean over the waits; rate per second."""
     load = rate * service_s
     if load >= servers:
         return 1.0
@@ -42,38 +51,31 @@ def tail(
         return 0.0
     spare = servers / service_s - rate
     spread = max(arrival_cv2 + service_cv2, 0.1)
-    return erlang_c(servers, load) * math.exp(-2.0 * spare * wait_s / spread)
+    fades = -2.0 * spare / spread
+    return erlang_c(servers, load) * sum(math.exp(fades * wait_s) for wait_s in waits_s) / len(waits_s)
 
 
-def late_share(
-    arrivals: Sequence[tuple[float, float, float]],
-    servers: int,
-    growth: float,
-    weight: int = 1,
-    most: float = 1.0,
-) -> float:
-    """Share of `arrivals` that wait longer than allowed.
+def late_counts(
+    arrivals: Sequence[Row], servers: int, pace_s: float, most: Sequence[float], weight: int = 1
+) -> list[int]:
+    """How many `arrivals` of each class wait longer than allowed, in one pass.
 
-    `arrivals`: (at_s from 0 on, service_s, allowed wait_s), in order. `growth` times the demand: gaps
-    between arrivals are that much shorter. Each arrival stands for `weight`: a part of the requests on the
-    same part of the servers, which is on the safe side. Above `most` it is not counted on.
+    `arrivals`: in order, in units of `pace_s`: half of it is twice the demand. Each stands for `weight`: a
+    part of the requests on the same part of the servers, which is on the safe side. `most`: by class; when
+    one class has more late ones than that the rest is not counted.
     """
-    if not arrivals:
-        return 0.0
     count = -(-servers // weight)
     slower = count * weight / servers  # a part of a server is a slow one
     free = [0.0] * count
-    late = 0
-    enough = most * len(arrivals)
-    shorter = 1 / growth
-    for at_s, service_s, allowed_s in arrivals:
-        now = at_s * shorter
+    late = [0] * len(most)
+    for at, service_s, allowed_s, own in arrivals:
+        now = at * pace_s
         start = free[0]
         if start <= now:
             start = now
         elif start - now > allowed_s:
-            late += 1
-            if late > enough:
+            late[own] += 1
+            if late[own] > most[own]:
                 break
         heapq.heapreplace(free, start + service_s * slower)
-    return late / len(arrivals)
+    return late

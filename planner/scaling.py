@@ -13,13 +13,16 @@ __all__ = ["Connector", "LentWorker", "PoolWorker", "ReplicaCounts", "flips", "p
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCounts:
-    """One Serve deployment. `leaving`: the replicas that stop, by ident."""
+    """One Serve deployment. `leaving`: the replicas that stop, by ident; `unplaced`: those of `starting`
+    that the cluster has no place for yet, None: unknown; `replicas`: all there are, by ident."""
 
     target: int
     running: int
     starting: int
     stopping: int
     leaving: frozenset[str] = frozenset()
+    unplaced: int | None = None
+    replicas: frozenset[str] = frozenset()
 
 
 class Connector(Protocol):
@@ -34,8 +37,8 @@ class Connector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolWorker:
-    """A linked worker. `role`: what it plays; `ordered`: what it was told to play, None: its pool's;
-    `set_aside`: an operator told it to drain."""
+    """A worker that Control knows. `role`: what it plays; `ordered`: what it was told to play, None: its
+    pool's; `set_aside`: an operator told it to drain."""
 
     ident: str
     pool: str
@@ -60,7 +63,7 @@ def set_aside(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> in
 
 
 def pool_seen(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> PoolSeen:
-    """`workers`: all that are linked, of both pools.
+    """`workers`: all that Control knows, of both pools.
 
     One that was told to play the other role counts as lent at once; one that is set aside is leaving.
     """
@@ -71,7 +74,8 @@ def pool_seen(pool: str, counts: ReplicaCounts, workers: list[PoolWorker]) -> Po
     # A replica that Serve stops drains too: it is in both lists, once.
     draining = max(len(leaving), counts.stopping)
     starting = max(counts.target - set_aside(pool, counts, workers) - len(lent) - ready, 0)
-    return PoolSeen(ready=ready, lent=len(lent), starting=starting, draining=draining)
+    unplaced = None if counts.unplaced is None else min(counts.unplaced, starting)
+    return PoolSeen(ready=ready, lent=len(lent), starting=starting, draining=draining, unplaced=unplaced)
 
 
 def flips(decision: VariantDecision, workers: list[PoolWorker]) -> list[LentWorker]:

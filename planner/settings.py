@@ -46,13 +46,18 @@ class VariantSettings:
     startup_s: float = 60.0  # from an order to a ready worker
     flip_s: float = 15.0  # until a worker that was told to plays its other role
     order: Order = Order.DEADLINE  # of prompts in the workers
-    flips: bool = True  # workers may be lent to the other role
+    flips: bool = True  # see `lends`
     idle_to_zero_s: float | None = None  # without any request; None: never
 
     @property
     def together(self) -> bool:
         """There is no prefill pool: decode workers compute the prompts."""
         return self.prefill.max_replicas == 0
+
+    @property
+    def lends(self) -> bool:
+        """Workers may be lent to the other role: both deployments are made of the same."""
+        return self.flips and not self.together and self.prefill.cost == self.decode.cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class Settings:
     down_window_s: float = 180.0  # a pool shrinks to the most it wanted in this time
     dead_band: float = 0.05  # extra demand that fewer workers must still bear
     recover_s: float = 45.0  # a backlog shall be gone after this
-    unplaced_s: float = 600.0  # a scale-up that did not start by then is taken back
+    unplaced_s: float = 600.0  # a scale-up that the cluster has not placed by then is taken back
     retry_s: float = 600.0  # and not tried again for this long
     frontend_rps: float = 200.0
     frontend_inflight: int = 512
@@ -80,7 +85,7 @@ class Settings:
             for variant in self.variants.values()
             for pool in (variant.prefill, variant.decode)
         )
-        if least > self.budget:
+        if least > self.budget + 1e-9:
             raise ConfigError(
                 f"planner.budget = {self.budget:g}; allowed: at least {least:g}, what min_replicas cost"
             )

@@ -5,8 +5,7 @@ a worker becomes ready, KV has moved, a worker fails, the planner's tick. A poli
 that frontends would report and answers with targets (planner.observation.Decision).
 
 Deployments and roles are as in production: a worker belongs to the prefill or the decode deployment, and
-may be lent to the other role; then it first drains. A worker that leaves drains as well. What it costs
-counts from the order to the end.
+may be lent to the other role; it first drains, as one that leaves. It costs from the order to the end.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import heapq
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from kvrouter.events import CacheEvents
 from kvrouter.index import PrefixIndex
-from kvrouter.perf_model import WorkerModels
 from kvrouter.policy_router import PolicyRouter, build_router
 from kvrouter.requeue import (
     LEAST_GAIN_MS,
@@ -34,6 +33,7 @@ from planner.observation import Arrival, FittedTimes, Observation, VariantDecisi
 from planner.observe import Observer
 from planner.sim_setup import (
     ROLES,
+    SAMPLES,
     VARIANT,
     Admit,
     Policy,
@@ -41,10 +41,12 @@ from planner.sim_setup import (
     Sample,
     SimSetup,
     asks,
+    changes,
     cost_of_leaving,
     places,
     pools_seen,
     sample,
+    turns,
 )
 from planner.sim_worker import Job, SimWorker
 from planner.workload import BLOCK_TOKENS, TraceRequest
@@ -57,10 +59,7 @@ class Cluster:
     """`run` once; then read `jobs`, `samples`, `gpu_s` and `scale_events`."""
 
     def __init__(
-        self,
-        setup: SimSetup,
-        policy: Policy,
-        admission: Callable[[PolicyRouter], Admit] | None = None,
+        self, setup: SimSetup, policy: Policy, admission: Callable[[PolicyRouter], Admit] | None = None
     ) -> None:
         self.setup = setup
         self.policy = policy
@@ -75,7 +74,7 @@ class Cluster:
             setup.router,
             seed=setup.seed,
             caches=CacheEvents(self._index),
-            models=lambda: WorkerModels.from_priors(prefill=setup.times.prefill, step=setup.times.step),
+            models=setup.models,
             order=setup.order,
             local=setup.local_prefill,
         )
@@ -88,8 +87,7 @@ class Cluster:
         self._held: deque[Job] = deque()  # nobody can take them now
         self._attempts = 0
         self._last: VariantDecision | None = None
-        times = setup.times
-        self.observer: Observer = Observer(FittedTimes(times.prefill, times.step, 0.0, 0.0, 1000))
+        self.observer = Observer(FittedTimes(setup.times.prefill, setup.times.step, 0.0, 0.0, SAMPLES))
         for role, count in zip(ROLES, setup.initial, strict=True):
             for _ in range(count):
                 self._become_ready(self._order(role, 0.0), 0.0)
@@ -97,7 +95,7 @@ class Cluster:
     def run(
         self, requests: Sequence[TraceRequest], progress: Callable[[float], None] | None = None
     ) -> None:
-        """All of `requests`, until the last one is answered."""
+        """Until the last one is answered."""
         waiting = iter(requests)
         request = next(waiting, None)
         events = self._events
@@ -157,6 +155,8 @@ class Cluster:
             if self._admit is not None and not self._admit.admit(job, choice, now_s):
                 job.rejected = True
                 return
+            choice = wanted.choice = job.chosen or choice
+            wanted.limit_s = job.limit_s
         self._attempts += 2
         job.attempt, job.stage = self._attempts, "prefill"
         job.prefill, job.decode = choice.prefill or choice.decode, choice.decode
@@ -169,8 +169,11 @@ class Cluster:
         self._after(worker, now_s)
 
     def _requeue(self, now_s: float) -> None:
-        """As `serving.requeue` does, at one time of each second."""
+        """As `serving.requeue` and `serving.moving` do, at one time of each second."""
         self._push(now_s + 1.0, "requeue", None)
+        for worker in list(self.workers.values()):
+            if worker.state == "draining" or worker.becomes is not None:
+                self._move_streams(worker, now_s)
         if not self._router.is_uneven(LEAST_GAIN_MS, now_s):
             return
         waiting = [
@@ -236,8 +239,8 @@ class Cluster:
         self._after(worker, now_s)
 
     def _on_moved(self, job: Job, attempt: int, now_s: float) -> None:
-        if job.attempt != attempt:
-            return  # it was resumed elsewhere meanwhile
+        if attempt not in self._live:
+            return  # a worker failed meanwhile: it goes on elsewhere, or will
         worker = self.workers[job.decode]
         if worker.state == "gone":
             self._release(job)
@@ -322,7 +325,7 @@ class Cluster:
         lost = [job for job in self._live.values() if worker.ident in places(job)]
         if worker.state == "ready":
             self._order(worker.deployment, now_s)
-        worker.state, worker.gone_s = "gone", now_s
+        worker.state, worker.gone_s, worker.becomes = "gone", now_s, None
         self._planned.pop(worker.ident, None)
         for job in lost:
             self._release(job)
@@ -330,6 +333,7 @@ class Cluster:
         self._place_pending(now_s)
         for job in lost:
             self._resume(job, worker.engine.emitted(job) if job.stage == "decode" else None, now_s)
+        worker.engine.lose()
 
     def _resume(self, job: Job, emitted: int | None, now_s: float) -> None:
         """`emitted` None: no more than the first token, if that."""
@@ -339,7 +343,7 @@ class Cluster:
             job.waits_since_s = now_s
         job.context_tokens += emitted
         job.left_tokens = max(job.left_tokens - emitted, 1)
-        job.cached_tokens = None
+        job.cached_tokens, job.limit_s = None, inf  # no prediction was wrong: a worker failed
         job.resumed += 1
         self._place(job, now_s)
 
@@ -360,29 +364,20 @@ class Cluster:
     def _observe(self, now_s: float) -> Observation:
         oldest = [s for w in self.workers.values() if (s := w.engine.oldest_s()) is not None]
         oldest += [job.request.arrival_s for job in self._held]
-        times = self.setup.times
         seen = self.observer.observe(
             now_s,
             pools_seen(self.workers.values()),
             queue_age_s=now_s - min(oldest) if oldest else 0.0,
             queued=sum(w.engine.queued for w in self.workers.values()) + len(self._held),
             decoding=sum(w.engine.batch for w in self.workers.values()),
-            kv_tokens=times.kv_tokens,
-            max_batch=times.max_batch,
+            going=[row for w in self.workers.values() for row in w.engine.going()],
+            kv_tokens=self.setup.times.kv_tokens,
+            max_batch=self.setup.times.max_batch,
         )
         return Observation({VARIANT: seen}, frontends=1, inflight=self._router.in_flight // 2)
 
     def _apply(self, decision: VariantDecision, now_s: float) -> None:
-        last = self._last
-        if last is not None:
-            self.scale_events += sum(
-                before != after
-                for before, after in (
-                    (last.prefill, decision.prefill),
-                    (last.decode, decision.decode),
-                    (last.lent, decision.lent),
-                )
-            )
+        self.scale_events += changes(self._last, decision)
         self._last = decision
         for name, target in (("prefill", decision.prefill), ("decode", decision.decode)):
             own = [
@@ -394,8 +389,8 @@ class Cluster:
                 self._order(name, now_s)
             for worker in sorted(own, key=cost_of_leaving)[: max(len(own) - target, 0)]:
                 self._leave(worker, now_s)
-        self._lend("decode", "prefill", max(decision.lent, 0), now_s)
-        self._lend("prefill", "decode", max(-decision.lent, 0), now_s)
+        for worker, role in turns(self.workers.values(), decision.lent):
+            self._turn(worker, role, now_s)
         self._place_pending(now_s)
 
     def _leave(self, worker: Replica, now_s: float) -> None:
@@ -404,16 +399,6 @@ class Cluster:
             return
         worker.state, worker.becomes = "draining", None
         self._empty(worker, now_s)
-
-    def _lend(self, deployment: str, role: str, count: int, now_s: float) -> None:
-        """`count` workers of `deployment` shall play `role`."""
-        ready = [w for w in self.workers.values() if w.deployment == deployment and w.state == "ready"]
-        away = [w for w in ready if (w.becomes or w.role) == role]
-        home = [w for w in ready if (w.becomes or w.role) != role]
-        for worker in sorted(home, key=cost_of_leaving)[: max(count - len(away), 0)]:
-            self._turn(worker, role, now_s)
-        for worker in sorted(away, key=cost_of_leaving)[: max(len(away) - count, 0)]:
-            self._turn(worker, deployment, now_s)
 
     def _turn(self, worker: Replica, role: str, now_s: float) -> None:
         if worker.role == role:  # it was on its way: it stays after all
@@ -424,14 +409,33 @@ class Cluster:
         self._empty(worker, now_s)
 
     def _empty(self, worker: Replica, now_s: float) -> None:
-        """It leaves its role when the last of its jobs is done; as `serving.moving`, but what decodes here
-        stays."""
+        """It leaves its role when the last of its jobs is done or moved, as `serving.moving` does it."""
         self._show(worker, draining=True)
         if self._router.can_spare(worker.ident):
             for job in [job for job in self._live.values() if job.decode == worker.ident]:
                 if job.stage == "prefill" and job.cached_tokens is None:
                     self._place_elsewhere(job, worker.ident, now_s)
+        self._move_streams(worker, now_s)
         self._let_go(worker.ident, now_s)
+
+    def _move_streams(self, worker: Replica, now_s: float) -> None:
+        """What decodes there goes on at other workers, after one pause. Nobody there: it stays."""
+        for job in worker.engine.streams():
+            wanted = asks(job, None, now_s)
+            try:
+                target = self._router.choose_decode(wanted, worker.ident, now_s).decode
+            except NoWorker:
+                break
+            worker.engine.take_away(job, now_s)
+            self._release(job)
+            self._attempts += 2
+            job.attempt, job.stage, job.moved = self._attempts, "moving", job.moved + 1
+            job.prefill, job.decode = worker.ident, target
+            self._live[job.attempt] = job
+            self._router.book(job.attempt, worker.ident, wanted, now_s)  # until its KV is read
+            self._router.book(job.attempt + 1, target, wanted, now_s)
+            self._push(now_s + self.setup.times.move_ms / 1e3, "moved", (job, job.attempt))
+        self._after(worker, now_s)
 
     # ------------------------------------------------------------
 

@@ -169,11 +169,11 @@ def best_batch(means: Means, times: FittedTimes, itl_ms: float) -> float:
 
 def _means(seen: VariantSeen, now_s: float, window_s: float) -> Means | None:
     rows = [row for row in seen.recent if row.at_s >= now_s - window_s]
-    if not rows or not seen.outputs or seen.recent_s <= 0:
+    if not rows or not seen.outputs or not seen.arrivals or seen.window_s <= 0:
         return None
     n = len(rows)
     return Means(
-        rps=n * seen.weight / min(window_s, seen.recent_s),
+        rps=seen.arrivals / seen.window_s,
         prompt=sum(row.prompt_tokens for row in rows) / n,
         uncached=sum(row.uncached_tokens for row in rows) / n,
         output=sum(output for _, output in seen.outputs) / len(seen.outputs),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvrouter.deadline import Order
+from kvrouter.perf_model import WorkerModels
 from kvrouter.router import Choice, RouterRequest
 from planner.observation import Decision, Observation, PoolSeen, VariantDecision
 from planner.sim_worker import EngineTimes, Job, SimWorker
@@ -15,6 +16,7 @@ from planner.sim_worker import EngineTimes, Job, SimWorker
 __all__ = [
     "MOST_OUTPUT_TOKENS",
     "ROLES",
+    "SAMPLES",
     "VARIANT",
     "Admit",
     "Policy",
@@ -22,13 +24,16 @@ __all__ = [
     "Sample",
     "SimSetup",
     "asks",
+    "changes",
     "cost_of_leaving",
     "places",
     "pools_seen",
     "sample",
+    "turns",
 ]
 
 MOST_OUTPUT_TOKENS = 2048  # what requests allow; the router does not know how long they get
+SAMPLES = 1000  # behind the workers' times: they are known, as from a profile
 VARIANT = "main"
 ROLES = ("prefill", "decode")
 
@@ -62,6 +67,10 @@ class SimSetup:
     local_prefill: bool = True
     order: Order = Order.DEADLINE
     seed: int = 0
+
+    def models(self) -> WorkerModels:
+        """What a router believes of a worker from its first request on."""
+        return WorkerModels.from_priors(prefill=self.times.prefill, step=self.times.step, evidence=SAMPLES)
 
 
 @dataclass(slots=True)
@@ -104,6 +113,7 @@ def pools_seen(workers: Collection[Replica]) -> dict[str, PoolSeen]:
             lent=lent,
             starting=sum(1 for w in own if w.state in ("pending", "starting")),
             draining=sum(1 for w in own if w.state == "draining"),
+            unplaced=sum(1 for w in own if w.state == "pending"),
         )
     return pools
 
@@ -134,6 +144,7 @@ def asks(job: Job, avoid: str | None, now_s: float) -> RouterRequest:
         avoid=frozenset() if avoid is None else frozenset((avoid,)),
         hashes=job.request.hashes,
         waited_s=now_s - job.waits_since_s,
+        limit_s=job.limit_s,
     )
 
 
@@ -142,6 +153,31 @@ def places(job: Job) -> tuple[str, ...]:
     return {"prefill": (job.prefill,), "moving": (job.prefill, job.decode), "decode": (job.decode,)}[
         job.stage
     ]
+
+
+def changes(before: VariantDecision | None, decision: VariantDecision) -> int:
+    """Scale events: of prefill, decode, loans those that are told to change."""
+    if before is None:
+        return 0
+    pairs = (
+        (before.prefill, decision.prefill),
+        (before.decode, decision.decode),
+        (before.lent, decision.lent),
+    )
+    return sum(old != new for old, new in pairs)
+
+
+def turns(workers: Collection[Replica], lent: int) -> list[tuple[Replica, str]]:
+    """Who is to play which role, so that `lent` decode workers prefill; below 0: prefill workers decode."""
+    found: list[tuple[Replica, str]] = []
+    for deployment, role, count in (("decode", "prefill", lent), ("prefill", "decode", -lent)):
+        ready = [w for w in workers if w.deployment == deployment and w.state == "ready"]
+        away = [w for w in ready if (w.becomes or w.role) == role]
+        home = [w for w in ready if (w.becomes or w.role) != role]
+        more = max(count, 0) - len(away)
+        found += [(worker, role) for worker in sorted(home, key=cost_of_leaving)[: max(more, 0)]]
+        found += [(worker, deployment) for worker in sorted(away, key=cost_of_leaving)[: max(-more, 0)]]
+    return found
 
 
 def cost_of_leaving(worker: Replica) -> tuple[bool, bool, float]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrouter.deadline import Order, due_s
+from kvrouter.router import Choice
 from planner.workload import BLOCK_TOKENS, TraceRequest
 
 __all__ = ["BlockCache", "EngineTimes", "Job", "SimWorker"]
@@ -83,7 +84,7 @@ class Job:
 
     request: TraceRequest
     context_tokens: int  # prompt, and what was generated before a worker failed
-    left_tokens: int  # to generate
+    left_tokens: int  # to generate; its first token counts until it is resumed or moved
     attempt: int = 0
     stage: str = "prefill"  # prefill | moving | decode
     prefill: str = ""  # workers
@@ -101,9 +102,18 @@ class Job:
     requeued: int = 0
     look_after_s: float = 0.0  # whether another worker would compute it sooner: not before
     rejected: bool = False
+    refused_for: str | None = None  # why, as admission says it
+    chosen: Choice | None = None  # what admission lets it in for, where it says
+    limit_s: float = math.inf  # when its first token should be out, as admission promised
+    moved: int = 0  # while it decoded, off workers that left
 
     def __post_init__(self) -> None:
         self.waits_since_s = self.request.arrival_s
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Generated before its last attempt."""
+        return self.context_tokens - self.request.prompt_tokens
 
 
 OnStored = Callable[[str, Sequence[int], int, list[int]], None]
@@ -169,15 +179,31 @@ class SimWorker:
         self._for_room.append(job)
         self._let_in()
 
-    def jobs(self) -> list[Job]:
-        """All that are here; used when the worker fails."""
-        running = [] if self._running is None else [self._running]
-        return (
-            running
-            + [entry[2] for entry in self._waiting]
-            + [entry[2] for entry in self._decodes]
-            + list(self._for_room)
-        )
+    def streams(self) -> list[Job]:
+        """Those whose KV is here to decode."""
+        return [entry[2] for entry in self._decodes] + list(self._for_room)
+
+    def take_away(self, job: Job, now_s: float) -> None:
+        """One of `streams` leaves with its KV: its lengths are by now what is left of it."""
+        self._go_to(now_s)
+        if job in self._for_room:
+            self._for_room.remove(job)
+            return
+        given = self.emitted(job) - 1
+        self._decodes.remove((job.end_count, job.attempt, job))
+        heapq.heapify(self._decodes)
+        self._kv_tokens -= job.context_tokens + job.left_tokens - (job.end_count - self._count)
+        self._promised_tokens -= job.context_tokens + job.left_tokens
+        job.context_tokens += given
+        job.left_tokens -= given
+        self._let_in()
+
+    def lose(self) -> None:
+        """All that is here: the worker failed."""
+        self._running = None
+        self._waiting.clear()
+        self._decodes.clear()
+        self._for_room.clear()
 
     @property
     def idle(self) -> bool:
@@ -238,6 +264,12 @@ class SimWorker:
     def emitted(self, job: Job) -> int:
         """Tokens that a decode has given so far, its first one included."""
         return max(int(job.left_tokens - (job.end_count - self._count)), 1)
+
+    def going(self) -> list[tuple[int, int]]:
+        """(prompt, output so far) tokens of what decodes."""
+        emitted = [(job, self.emitted(job)) for _, _, job in self._decodes]
+        emitted += [(job, 1) for job in self._for_room]
+        return [(job.request.prompt_tokens, job.resumed_tokens + n) for job, n in emitted]
 
     def step_ms(self) -> float | None:
         """Of the batch as it is; None while nothing decodes."""

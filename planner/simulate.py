@@ -1,7 +1,7 @@
 """What would the planner do? The live router and the planner over a trace, on a virtual clock.
 
     python -m planner.simulate --trace conversation --ttft-ms 1500 --itl-ms 50 --budget 16 --startup-s 60
-    python -m planner.simulate --trace made-up --rate 5 --burst 600 60 10 --out burst
+    python -m planner.simulate --trace made-up --rate 5 --burst 600 60 10 --admission slo --out burst
 
 Prints a summary and writes OUT.json and OUT.png. Engine times come from --profile, a file that
 `python -m planner.profile` has made; without it from those of a 70B model on H100s (the constants here).
@@ -13,19 +13,24 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvrouter.policy_router import PolicyRouter
 from planner.observation import to_json
+from planner.options import Number, Option, OptionParser
 from planner.predictors import PREDICTORS
 from planner.settings import PoolLimits, Settings, Targets, VariantSettings
+from planner.sim_admission import MODES, admission_for
 from planner.sim_cluster import Cluster
 from planner.sim_policies import MeanThroughput, Planner, RequestCount, Static
 from planner.sim_report import Criterion, draw, summary
-from planner.sim_setup import VARIANT, Policy, SimSetup
+from planner.sim_setup import VARIANT, Admit, Policy, SimSetup
 from planner.sim_worker import EngineTimes
 from planner.timing_profile import load_profile
-from planner.workload import TRACE_NAMES, TraceRequest, load_trace, made_up, traces_dir
+from planner.workload import MOST_REQUESTS, TRACE_NAMES, TraceRequest, load_trace, made_up, traces_dir
+from serving.config import AdmissionConfig
 from serving.errors import KVRelayError
 
 __all__ = ["H100", "settings_for", "simulate"]
@@ -51,10 +56,16 @@ def settings_for(targets: Targets, *, startup_s: float, budget: float, **changes
 
 
 def simulate(
-    requests: list[TraceRequest], policy: Policy, setup: SimSetup, *, title: str = "", quiet: bool = True
+    requests: list[TraceRequest],
+    policy: Policy,
+    setup: SimSetup,
+    *,
+    admission: Callable[[PolicyRouter], Admit] | None = None,
+    title: str = "",
+    quiet: bool = True,
 ) -> Cluster:
     """One run, with a bar on stderr unless `quiet`."""
-    run = Cluster(setup, policy)
+    run = Cluster(setup, policy, admission)
     if quiet:
         run.run(requests)
         return run
@@ -70,62 +81,124 @@ def simulate(
     return run
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m planner.simulate",
-        description=(__doc__ or "").splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    load = parser.add_argument_group("load")
-    load.add_argument("--trace", choices=(*TRACE_NAMES, MADE_UP), default=MADE_UP)
-    load.add_argument("--traces", help="folder of the public traces")
-    load.add_argument("--speed", type=float, default=1.0, help="times the trace's rate")
-    load.add_argument("--requests", type=int, help="only the first so many")
-    load.add_argument("--rate", type=float, default=5.0, help="made-up: requests per second")
-    load.add_argument("--duration-s", type=float, default=3600.0, help="made-up")
-    load.add_argument("--prompt-tokens", type=int, default=2000, help="made-up: mean")
-    load.add_argument("--output-tokens", type=int, default=200, help="made-up: mean")
-    load.add_argument("--wave", type=float, default=0.0, help="made-up: 0..1, share that swings")
-    load.add_argument("--wave-s", type=float, default=3600.0, help="made-up: period of the swing")
-    load.add_argument(
-        "--burst", type=float, nargs=3, metavar=("AT_S", "FOR_S", "TIMES"), help="made-up: a burst"
-    )
-    what = parser.add_argument_group("what if")
-    what.add_argument("--policy", choices=POLICIES, default="kvrelay")
-    what.add_argument("--ttft-ms", type=float, default=1500.0)
-    what.add_argument("--ttft-ms-per-1k-tokens", type=float, help="default: what 1,000 tokens take")
-    what.add_argument("--itl-ms", type=float, default=50.0)
-    what.add_argument("--percentile", type=float, default=95.0)
-    what.add_argument("--budget", type=int, default=16, help="GPUs, one a worker")
-    what.add_argument("--startup-s", type=float, default=60.0)
-    what.add_argument("--interval-s", type=float, default=5.0, help="between two decisions")
-    what.add_argument("--predictor", choices=tuple(PREDICTORS), default="blend")
-    what.add_argument("--no-flips", action="store_true", help="workers keep their role")
-    what.add_argument("--to-zero-s", type=float, help="scale to zero after so long without a request")
-    what.add_argument("--prefill", type=int, default=1, help="workers at the start, and for ever if static")
-    what.add_argument("--decode", type=int, default=1)
-    what.add_argument("--headroom", type=float, default=1.0, help="mean_throughput: its factor")
-    what.add_argument("--placeable", type=int, help="workers the cluster has room for")
-    what.add_argument("--mttf-s", type=float, help="mean time to failure of a worker")
-    what.add_argument("--profile", help="engine times: a file of planner.profile")
-    what.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="simulation", help="writes OUT.json and OUT.png")
-    parser.add_argument("--json", action="store_true", help="print the summary as one JSON object")
-    return parser
+# ------------------------------------------------------------ command line
+
+WITH_MADE_UP = f"--trace {MADE_UP}"
+WITH_TRACE = "the --trace of a public one"
+WITH_WAVE = "--wave above 0"
+WITH_PLANNER = "--policy kvrelay"
+WITH_MEAN = "--policy mean_throughput"
+
+POSITIVE = Number(above=0, most=86_400_000)
+LOAD = (
+    Option("--trace", (*TRACE_NAMES, MADE_UP), MADE_UP, "requests of a public trace, or drawn ones"),
+    Option("--traces", str, None, "folder of the public traces", WITH_TRACE),
+    Option("--speed", Number(above=0, most=1000), 1.0, "times the trace's rate", WITH_TRACE),
+    Option("--requests", Number(least=1, whole=True), None, "the first so many alone", WITH_TRACE),
+    Option("--rate", Number(above=0, most=10_000), 5.0, "requests per second", WITH_MADE_UP),
+    Option("--duration-s", Number(above=0, most=31 * 86_400), 3600.0, "of the load", WITH_MADE_UP),
+    Option(
+        "--prompt-tokens", Number(least=1, most=1_000_000, whole=True), 2000, "their mean", WITH_MADE_UP
+    ),
+    Option("--output-tokens", Number(least=1, most=1_000_000, whole=True), 200, "their mean", WITH_MADE_UP),
+    Option("--wave", Number(least=0, most=1), 0.0, "share of the rate that swings", WITH_MADE_UP),
+    Option("--wave-s", Number(least=1, most=31 * 86_400), 3600.0, "period of the swing", WITH_WAVE),
+    Option(
+        "--burst",
+        Number(least=0, most=31 * 86_400),
+        None,
+        "a time in which the rate is higher",
+        WITH_MADE_UP,
+        ("AT_S", "FOR_S", "TIMES"),
+    ),
+)
+WHAT_IF = (
+    Option("--policy", POLICIES, "kvrelay", "who decides"),
+    Option("--ttft-ms", POSITIVE, 1500.0, "target"),
+    Option(
+        "--ttft-ms-per-1k-tokens",
+        Number(least=0, most=86_400_000),
+        None,
+        "what 1,000 tokens of prompt add to it; without it as much as they take",
+    ),
+    Option("--itl-ms", POSITIVE, 50.0, "target for a request's mean"),
+    Option(
+        "--percentile", Number(above=0, below=100), 95.0, "of requests that shall meet both", WITH_PLANNER
+    ),
+    Option("--admission", MODES, AdmissionConfig().mode, "who is let in; as in a configuration"),
+    Option("--budget", Number(least=1, most=100_000, whole=True), 16, "GPUs, one a worker"),
+    Option("--startup-s", Number(least=0, most=86_400), 60.0, "from an order to a ready worker"),
+    Option("--interval-s", Number(least=0.5, most=300), 5.0, "between two decisions", WITH_PLANNER),
+    Option("--predictor", tuple(PREDICTORS), "blend", "of the rate", WITH_PLANNER),
+    Option("--no-flips", None, False, "workers keep their role", WITH_PLANNER),
+    Option(
+        "--to-zero-s",
+        Number(least=0, most=31 * 86_400),
+        None,
+        "scale to zero after so long without a request",
+        WITH_PLANNER,
+    ),
+    Option("--prefill", Number(least=0, whole=True), 1, "workers at the start, and for ever if static"),
+    Option("--decode", Number(least=0, whole=True), 1, "the same"),
+    Option("--headroom", Number(above=0, most=100), 1.0, "its factor", WITH_MEAN),
+    Option("--placeable", Number(least=1, whole=True), None, "workers the cluster has room for"),
+    Option("--mttf-s", Number(least=1, most=1_000_000_000), None, "mean time to failure of a worker"),
+    Option("--profile", str, None, "engine times: a file of planner.profile"),
+    Option("--seed", Number(whole=True), 0, "of all that is drawn"),
+)
+OUTPUT = (
+    Option("--out", str, "simulation", "writes OUT.json and OUT.png"),
+    Option("--json", None, False, "print the summary as one JSON object"),
+)
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = _parser()
+def arguments(argv: Sequence[str] | None) -> tuple[OptionParser, argparse.Namespace]:
+    """Exits with one line and code 2 on a mistake."""
+    parser = OptionParser(prog="python -m planner.simulate", description=(__doc__ or "").splitlines()[0])
+    for title, options in (("load", LOAD), ("what if", WHAT_IF), ("output", OUTPUT)):
+        parser.table(title, options)
     args = parser.parse_args(argv)
-    for name in ("speed", "rate", "duration_s", "budget", "interval_s", "ttft_ms", "itl_ms"):
-        if getattr(args, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0")
-    if args.traces is not None and args.trace == MADE_UP:
-        parser.error("--traces goes with --trace and the name of one")
-    if args.prefill + args.decode > args.budget:
-        parser.error(
-            f"--prefill and --decode start {args.prefill + args.decode} workers; --budget allows less"
+    parser.settle(args, _holds)
+    initial = args.prefill + args.decode
+    if args.policy != "kvrelay" and 0 in (args.prefill, args.decode):
+        parser.wrong("--prefill, --decode", f"0; allowed: at least 1, or 0 with {WITH_PLANNER}")
+    if initial > args.budget:
+        parser.wrong("--prefill, --decode", f"together {initial}; allowed: at most --budget {args.budget}")
+    if args.placeable is not None and initial > args.placeable:
+        parser.wrong(
+            "--prefill, --decode", f"together {initial}; allowed: at most --placeable {args.placeable}"
         )
+    if args.trace == MADE_UP:
+        _check_made_up(parser, args)
+    return parser, args
+
+
+def _holds(args: argparse.Namespace) -> dict[str, bool]:
+    return {
+        WITH_MADE_UP: args.trace == MADE_UP,
+        WITH_TRACE: args.trace != MADE_UP,
+        WITH_WAVE: args.trace == MADE_UP and bool(args.wave),
+        WITH_PLANNER: args.policy == "kvrelay",
+        WITH_MEAN: args.policy == "mean_throughput",
+    }
+
+
+def _check_made_up(parser: OptionParser, args: argparse.Namespace) -> None:
+    most = args.rate * args.duration_s
+    if args.burst is not None:
+        at_s, for_s, times = args.burst
+        if at_s >= args.duration_s or for_s == 0:
+            parser.wrong("--burst", f"AT_S {at_s:g}, FOR_S {for_s:g}; allowed: a time within --duration-s")
+        if times > 1000:
+            parser.wrong("--burst", f"TIMES {times:g}; allowed: at most 1,000")
+        most += args.rate * for_s * times
+    if most > MOST_REQUESTS:
+        parser.wrong("--rate", f"about {most:,.0f} requests in all; allowed: at most {MOST_REQUESTS:,}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, args = arguments(argv)
+    parser.will_write("--out", args.out, (".json", ".png"))
     try:
         times = H100 if args.profile is None else _times_of(args.profile)
         requests = _requests(args)
@@ -145,9 +218,8 @@ def main(argv: list[str] | None = None) -> int:
             flips=not args.no_flips,
             idle_to_zero_s=args.to_zero_s,
         )
-    except (FileNotFoundError, ValueError, KVRelayError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    except (OSError, ValueError, KVRelayError) as error:
+        return parser.failed(str(error))
     initial = (args.prefill, args.decode)
     policies: dict[str, Policy] = {
         "kvrelay": Planner(settings),
@@ -165,16 +237,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     began = time.perf_counter()
     run = simulate(
-        requests, policies[args.policy], setup, title=f"{args.trace}, {args.policy}", quiet=args.json
+        requests,
+        policies[args.policy],
+        setup,
+        admission=admission_for(args.admission, targets),
+        title=f"{args.trace}, {args.policy}",
+        quiet=args.json,
     )
-    criterion = Criterion.of(targets)
+    criterion = Criterion(targets)
     row = summary(run, criterion) | {"wall_s": round(time.perf_counter() - began, 2)}
     title = (
-        f"{args.policy} on {args.trace}: TTFT {args.ttft_ms:g} ms, ITL {args.itl_ms:g} ms,"
-        f" start-up {args.startup_s:g} s, budget {args.budget} GPUs"
+        f"{args.policy} on {args.trace}: start-up {args.startup_s:g} s, budget {args.budget} GPUs,"
+        f" admission {args.admission}"
     )
     Path(f"{args.out}.json").write_text(json.dumps(_written(run, row, args), indent=1))
-    draw(run, criterion, title, Path(f"{args.out}.png"), row)
+    draw(run, criterion, title, Path(f"{args.out}.png"), row, budget=args.budget)
     if args.json:
         print(json.dumps(row))
     else:
@@ -183,8 +260,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _requests(args: argparse.Namespace) -> list[TraceRequest]:
+    """Raises FileNotFoundError, ValueError."""
     if args.trace == MADE_UP:
-        return made_up(
+        requests = made_up(
             args.rate,
             args.duration_s,
             args.prompt_tokens,
@@ -194,7 +272,14 @@ def _requests(args: argparse.Namespace) -> list[TraceRequest]:
             burst=args.burst,
             seed=args.seed,
         )
-    return load_trace(args.trace, traces_dir(args.traces), args.speed, args.requests, args.seed)
+    else:
+        requests = load_trace(args.trace, traces_dir(args.traces), args.speed, args.requests, args.seed)
+    if not requests:
+        told = f": {args.rate:g} a second for {args.duration_s:g} s" if args.trace == MADE_UP else ""
+        raise ValueError(
+            f"--trace {args.trace}{told} came to no request; allowed: a load with at least one"
+        )
+    return requests
 
 
 def _times_of(path: str) -> EngineTimes:
@@ -217,9 +302,15 @@ def _print(row: dict[str, Any], out: str) -> None:
 
     table = Table(show_header=False)
     for key, value in row.items():
-        table.add_row(key, "-" if value is None else f"{value:,}")
+        table.add_row(key, f"{value:,}" if isinstance(value, int | float) else _words(value))
     Console().print(table)
     print(f"{out}.png and {out}.json written")
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {count:,}" for name, count in value.items()) or "-"
+    return "-" if value is None else str(value)
 
 
 if __name__ == "__main__":

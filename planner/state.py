@@ -21,8 +21,8 @@ class Want:
 class PoolState:
     """Of one Serve deployment. While `cap_until_s` lies ahead no more than `cap` replicas are asked for."""
 
-    waiting_since_s: float | None = None  # a replica has been starting since, and none became ready
-    ready: int = 0  # at the last tick
+    waiting_since_s: float | None = None  # replicas have been starting since, and none came further
+    progress: tuple[int, int] = (0, 0)  # at the last tick: replicas that were ready; those and placed ones
     cap: int | None = None
     cap_until_s: float = 0.0
 
@@ -31,11 +31,12 @@ class PoolState:
 class VariantState:
     forecast: ForecastState = field(default_factory=ForecastState)
     wants: tuple[Want, ...] = ()  # of the last `down_window_s`, times `patience`
-    since_s: float | None = None  # first tick that was not blind
+    since_s: float | None = None  # first tick since the planner last was blind or away
     last_request_s: float | None = None
     pools: dict[str, PoolState] = field(default_factory=dict)
-    roles: tuple[int, int] | None = None  # asked for last
-    grown_s: float = -1e18  # when they last grew
+    roles: tuple[int, int] | None = None  # asked for last, within the budget
+    role_grown_s: tuple[float, float] = (-1e18, -1e18)  # when each last grew, by a flip as well
+    grown_s: float = -1e18  # when they last grew in all
     shrunk_s: float = -1e18
     patience: int = 1  # times `down_window_s`; doubled by a shrink that had to be taken back
 

@@ -1,7 +1,7 @@
 """A profile: what an engine takes, with where that was measured. JSON; made by `python -m planner.profile`.
 
-A profile holds for one model on one kind of device. Loading it for another one is refused: its numbers
-would be believed.
+A profile holds for one model in one layout on one kind of device. Loading it for another one is refused:
+its numbers would be believed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ __all__ = ["Profile", "Provenance", "check_profile", "load_profile", "load_profi
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a profile was measured on. `device`: the GPU's or CPU's model name."""
+    """What a profile was measured on. `device`: the GPU's or CPU's model name.
+
+    `parallel`: "tp2pp1", as many GPUs as that comes to; "": made before profiles said so. `threads`: of the
+    engine on a CPU; 0 on GPUs.
+    """
 
     model: str
     weights_digest: str
@@ -30,6 +34,8 @@ class Provenance:
     device: str
     version: str  # of this package
     date: str
+    parallel: str = ""
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,23 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: Path) -> Profile:
     """Raises ConfigError with one line."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Profile)
-    except FileNotFoundError:
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+    except OSError as error:
         raise ConfigError(
-            f"planner profile = {str(path)!r}: no such file; make one with python -m planner.profile"
+            f"planner profile = {str(path)!r}: {(error.strerror or 'not readable').lower()}; "
+            "make one with python -m planner.profile"
         ) from None
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"planner profile = {str(path)!r}: {error}; allowed: what planner.profile writes"
         ) from None
+    for name, terms in (("prefill", profile.times.prefill), ("step", profile.times.step)):
+        if min(terms) < 0 or not any(terms):
+            raise ConfigError(
+                f"planner profile = {str(path)!r}: times.{name} = {list(terms)}; "
+                "allowed: none below 0, not all 0"
+            )
+    return profile
 
 
 def load_profiles(config: AppConfig) -> dict[tuple[str, str], Profile]:
@@ -80,17 +94,16 @@ def load_profiles(config: AppConfig) -> dict[tuple[str, str], Profile]:
     }
 
 
-def check_profile(
-    profile: Profile, *, weights_digest: str, engine: str, dtype: str, device: str, path: str = "profile"
-) -> None:
-    """Raises ConfigError when it was measured on something else than this."""
+def check_profile(profile: Profile, here: Provenance, path: str = "profile") -> None:
+    """Raises ConfigError when it was measured on something else than `here`, or does not say so."""
     made = profile.provenance
-    for what, theirs, ours in (
-        ("weights", made.weights_digest, weights_digest),
-        ("engine", made.engine, engine),
-        ("dtype", made.dtype, dtype),
-        ("device", made.device, device),
-    ):
+    if not made.parallel:
+        raise ConfigError(
+            f"planner profile = {path!r} does not say in which layout it was measured; "
+            "make it anew with python -m planner.profile"
+        )
+    for what in ("weights_digest", "engine", "dtype", "device", "parallel", "threads"):
+        theirs, ours = getattr(made, what), getattr(here, what)
         if theirs != ours:
             raise ConfigError(
                 f"planner profile = {path!r} was measured with {what} {theirs!r}; allowed here: {ours!r}"

@@ -15,6 +15,7 @@ import gzip
 import json
 import math
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +23,7 @@ from pathlib import Path
 
 __all__ = [
     "BLOCK_TOKENS",
+    "MOST_REQUESTS",
     "TRACE_NAMES",
     "TraceRequest",
     "load_trace",
@@ -32,6 +34,7 @@ __all__ = [
 
 BLOCK_TOKENS = 512  # what one hash of a Mooncake trace stands for
 WINDOW_S = 600.0  # of ServeGen's rates
+MOST_REQUESTS = 10_000_000  # of a load; more would not fit into memory
 _MOONCAKE = {"conversation": "mooncake_conversation.jsonl.gz", "synthetic": "mooncake_synthetic.jsonl.gz"}
 _AZURE = {"azure-code": "azure2023_code.csv.gz", "azure-conv": "azure2023_conv.csv.gz"}
 _SERVEGEN = "servegen-day"
@@ -61,13 +64,22 @@ def traces_dir(given: str | None) -> Path:
 def load_trace(
     name: str, folder: Path, speed: float = 1.0, limit: int | None = None, seed: int = 0
 ) -> list[TraceRequest]:
-    """`speed` 2 is twice the rate. Raises FileNotFoundError with one line, ValueError for a wrong name."""
+    """`speed` 2 is twice the rate. Raises FileNotFoundError with one line, ValueError for a wrong name or
+    a file of something else."""
+    if name not in TRACE_NAMES:
+        raise ValueError(f"trace {name!r}; allowed: {', '.join(TRACE_NAMES)}")
+    try:
+        return _loaded(name, folder, speed, limit, seed)
+    except (EOFError, KeyError, TypeError, json.JSONDecodeError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(
+            f"the trace {name} in {folder} is not as its authors publish it, gzipped: {error}"
+        ) from None
+
+
+def _loaded(name: str, folder: Path, speed: float, limit: int | None, seed: int) -> list[TraceRequest]:
     if name == _SERVEGEN:
         return servegen_day(folder, scale=speed, seed=seed)[:limit]
-    files = _MOONCAKE | _AZURE
-    if name not in files:
-        raise ValueError(f"trace {name!r}; allowed: {', '.join(TRACE_NAMES)}")
-    path = folder / files[name]
+    path = folder / (_MOONCAKE | _AZURE)[name]
     if not path.is_file():
         raise FileNotFoundError(f"the trace {path} is missing; --traces DIR names another folder")
     rows = _mooncake_rows(path) if name in _MOONCAKE else _azure_rows(path)
@@ -119,6 +131,11 @@ def servegen_day(
             windows.setdefault(int(row["client"]), []).append(
                 (float(row["t_s"]), float(row["rate_rps"]) * scale, float(row["cv"]), row["pattern"])
             )
+    expected = WINDOW_S * sum(rate for rows in windows.values() for _, rate, *_ in rows)
+    if expected > MOST_REQUESTS:
+        raise ValueError(
+            f"about {expected:,.0f} requests at {scale:g} times the rate; allowed: {MOST_REQUESTS:,}"
+        )
     end_s = math.inf if hours is None else hours * 3600
     requests: list[TraceRequest] = []
     for client, rows in windows.items():

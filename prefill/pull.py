@@ -37,7 +37,7 @@ class PullCounters:
 class PullRole:
     """Pulls for LOCAL and PREFILL attempts; the Ending of their jobs.
 
-    `on_failed(attempt, message, retryable)` is called when a read was left in flight, and only then.
+    `on_failed(attempt, message, True)` is called when a read was left in flight, and only then.
     """
 
     def __init__(

@@ -312,6 +312,9 @@ class PrefillRole:
     def _confirm(self, link: PeerLink, attempt: AttemptId, generation: int) -> None:
         self.tick()  # it may just have run out
         handover = self._handovers.get(attempt)
+        if handover is not None and handover.reader is not link:
+            self._answer_refused(link, attempt, "another reader has it")
+            return
         complete = handover is None or handover.complete
         if not complete or not self._leases.confirm(attempt, generation, self._clock()):
             self._answer_refused(link, attempt, self._over.get(attempt, "that lease is not whole"))

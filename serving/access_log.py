@@ -20,6 +20,7 @@ class AccessRecord:
     started_at: float  # loop time
     tenant: str | None = None
     model: str | None = None
+    variant: str | None = None
     stream: bool = False
     status: int | None = None  # HTTP status; 200 also for a stream that failed later, see `error`
     error: str | None = None  # the error's code or type
@@ -47,6 +48,7 @@ class AccessRecord:
             self.ttft_s = response.first_token_at - self.started_at
         ticket = response.choices[0].ticket
         if ticket is not None:
+            self.variant = ticket.info.variant
             self.prefill_worker = ticket.info.prefill_worker
             self.decode_worker = ticket.info.decode_worker
             self.resumes = ticket.info.resumes

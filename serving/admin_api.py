@@ -6,6 +6,7 @@
     DELETE /admin/workers/{worker}             take a drained one away: one replica less
     GET    /admin/settings                     the live settings
     PATCH  /admin/settings                     change some of them
+    GET    /admin/weights                      the traffic shares of every model's variants
     PUT    /admin/weights/{model}              {"main": 90, "canary": 10}
     GET    /planner                            observation, decision, reason, history
     PATCH  /planner                            mode, targets and budget
@@ -34,6 +35,7 @@ _ROUTES = (
     (r"/admin/workers/([^/]+)", "DELETE", "remove", "worker"),
     (r"/admin/settings", "GET", "settings", None),
     (r"/admin/settings", "PATCH", "change", None),
+    (r"/admin/weights", "GET", "shares", None),
     (r"/admin/weights/(.+)", "PUT", "weights", "model"),
     (r"/planner", "GET", "planner", None),
     (r"/planner", "PATCH", "change_planner", None),

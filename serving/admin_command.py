@@ -4,9 +4,11 @@ kvrelay admin workers                     who is there, what it does, whether it
 kvrelay admin drain WORKER [--wait S]     no new requests; waits until it is safe to remove
 kvrelay admin undrain WORKER
 kvrelay admin remove WORKER               a drained one, for good: one replica less
-kvrelay admin weights MODEL main=90 canary=10
+kvrelay admin weights [MODEL main=90 canary=10]    shows, or sets, the traffic shares; all of them
 kvrelay admin settings [KEY=VALUE ...]    shows, or changes, the live settings
 kvrelay admin planner [KEY=VALUE ...]     shows the planner, or changes mode, targets, budget
+
+Exit codes as of `kvrelay`: 2 for what was asked wrongly, unknown names too; 1 for what is refused or fails.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from urllib.request import Request, urlopen
 
 from serving.admin_tables import planner_summary, worker_state, workers_table
 from serving.errors import ConfigError, StartError
+from serving.local.environment import ADMIN_KEY_FILE, admin_key_file
 
 TIMEOUT_S = 10.0
 POLL_S = 0.5
@@ -33,11 +36,19 @@ def add_parser(commands: Any) -> None:
     admin = commands.add_parser("admin", help="operate a running application: drain, weights, settings")
     admin.add_argument("--url", default="http://127.0.0.1:8000", help="of any frontend (%(default)s)")
     admin.add_argument(
-        "--key-file", required=True, help="the file that security.admin_key_file names in the configuration"
+        "--key-file",
+        default=admin_key_file(),
+        required=admin_key_file() is None,
+        help=f"the file that security.admin_key_file names; default: the value of {ADMIN_KEY_FILE}",
     )
     admin.add_argument("--json", action="store_true", help="print what the application answered")
     verbs = admin.add_subparsers(required=True, metavar="VERB")
+    _add_verbs(verbs)
+    for verb in verbs.choices.values():  # after the verb as well
+        verb.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
+
+def _add_verbs(verbs: Any) -> None:
     workers = verbs.add_parser("workers", help="list workers and whether they are safe to remove")
     workers.set_defaults(run=_workers)
 
@@ -54,9 +65,9 @@ def add_parser(commands: Any) -> None:
     remove.add_argument("worker", help="its name, or the end of it")
     remove.set_defaults(run=_remove)
 
-    weights = verbs.add_parser("weights", help="traffic shares of a model's variants, from now on")
-    weights.add_argument("model")
-    weights.add_argument("shares", nargs="+", metavar="VARIANT=WEIGHT")
+    weights = verbs.add_parser("weights", help="show or set the traffic shares of a model's variants")
+    weights.add_argument("model", nargs="?")
+    weights.add_argument("shares", nargs="*", metavar="VARIANT=WEIGHT", help="of every variant")
     weights.set_defaults(run=_weights)
 
     settings = verbs.add_parser("settings", help="show or change the live settings")
@@ -88,7 +99,8 @@ def _drain(options: argparse.Namespace) -> int:
         _print(told)
     else:
         left = f"{told.get('requests', '?')} requests, {told.get('leases', '?')} leases"
-        print(f"{name}: {worker_state(told)}, {left}")
+        why = told.get("unsafe_because")
+        print(f"{name}: {worker_state(told)}, {left}" + (f"; {why}" if why else ""))
     return 0 if told["safe_to_remove"] or not options.wait else 1
 
 
@@ -105,14 +117,30 @@ def _remove(options: argparse.Namespace) -> int:
 
 
 def _weights(options: argparse.Namespace) -> int:
+    if not options.shares:
+        return _show_weights(options)
     shares = {key: _share(key, value) for key, value in _pairs(options.shares, "VARIANT=WEIGHT").items()}
     told = _ask(options, "PUT", f"/admin/weights/{quote(options.model)}", shares)
     if options.json:
         return _print(told)
+    return _say(f"{options.model}: {_percent(shares)}")
+
+
+def _show_weights(options: argparse.Namespace) -> int:
+    told = _ask(options, "GET", "/admin/weights")
+    if options.model is not None:
+        if options.model not in told:
+            known = ", ".join(told) or "none"
+            raise ConfigError(f"there is no model {options.model!r}; there are: {known}")
+        told = {options.model: told[options.model]}
+    if options.json:
+        return _print(told)
+    return _say("\n".join(f"{model}: {_percent(shares)}" for model, shares in told.items()))
+
+
+def _percent(shares: dict[str, float]) -> str:
     total = sum(shares.values())
-    return _say(
-        f"{options.model}: " + ", ".join(f"{name} {100 * w / total:g} %" for name, w in shares.items())
-    )
+    return ", ".join(f"{name} {100 * share / total:g} %" for name, share in shares.items())
 
 
 def _settings(options: argparse.Namespace) -> int:
@@ -174,7 +202,11 @@ def _ask(options: argparse.Namespace, method: str, path: str, body: Any = None) 
         with urlopen(request, timeout=TIMEOUT_S) as response:
             told = json.load(response)
     except HTTPError as error:
-        raise StartError(f"{options.url}: {_reason(error, options)}") from None
+        # A name that is not there, a value that is not allowed; but a removal is refused with a 400.
+        asked_wrongly = error.code == 404 or (error.code == 400 and method != "DELETE")
+        reason, routed = _reason(error, options)
+        kind = ConfigError if asked_wrongly and routed else StartError
+        raise kind(f"{options.url}: {reason}") from None
     except (URLError, OSError, HTTPException, ValueError) as error:
         raise StartError(f"{options.url} does not answer: {getattr(error, 'reason', error)}") from None
     if not isinstance(told, dict):
@@ -182,16 +214,20 @@ def _ask(options: argparse.Namespace, method: str, path: str, body: Any = None) 
     return told
 
 
-def _reason(error: HTTPError, options: argparse.Namespace) -> str:
+def _reason(error: HTTPError, options: argparse.Namespace) -> tuple[str, bool]:
+    """What was said, and whether an admin route said it."""
     try:
         said = str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{error.code}, {error.reason}"
+        return f"{error.code}, {error.reason}", False
     if error.code == 401:
-        return f"the key in {options.key_file} is not the one that security.admin_key_file names there"
+        return (
+            f"the key in {options.key_file} is not the one that security.admin_key_file names there",
+            True,
+        )
     if said == "there is nothing at this path":  # no route has this answer but when there are no routes
-        return "it has no admin routes: its configuration names no security.admin_key_file"
-    return f"{error.code}, {said}"
+        return "it has no admin routes: its configuration names no security.admin_key_file", False
+    return f"{error.code}, {said}", True
 
 
 def _print(told: dict[str, Any]) -> int:

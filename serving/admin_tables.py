@@ -127,6 +127,8 @@ def _variant_lines(told: dict[str, Any], name: str, wanted: dict[str, Any] | Non
         f"  targets  TTFT {targets['ttft_ms']:g} ms{grows}, ITL {targets['itl_ms']:g} ms, "
         f"p{targets['percentile']:g}"
     )
+    for line in told.get("unreachable", {}).get(name, ()):
+        yield _wrapped("  limits   ", line)
     seen = (told["observation"] or {}).get("variants", {}).get(name)
     if seen is not None:
         yield f"  load     {_load(seen, wanted)}"

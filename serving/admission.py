@@ -1,16 +1,22 @@
 """Who is let in: only those that are predicted to get their first token and their pace. Pure.
 
-The router has chosen workers for a request. It is admitted when, as these workers are loaded now,
+A request has one limit for its first token, wherever it is computed:
 
-    ttft   the prompts before it, in the worker's own order, leave it time:
-               wait + own prefill <= ttft_ms + max(ttft_ms_per_1k_tokens * n / 1000, own prefill)
+    limit = ttft_ms + max(ttft_ms_per_1k_tokens * n / 1000, prefill of all n tokens), at most its time-out
+
+The router has chosen workers for it. It is admitted when, as these workers are loaded now,
+
+    ttft   the prompts before it, in the worker's own order, leave it time:  wait + own prefill <= limit
            and those that it overtakes (shorter prompts go first) still meet theirs;
     itl    once its prompt is computed, the decode batch with it in it makes its steps within itl_ms;
     kv     and there is room for it. Sequences that will have ended by then do not count.
 
+Else the router chooses once more, without the workers that lack something, and that choice is judged.
+
 Nothing is held back here: workers serve by deadline, so whoever is admitted is in the right queue already,
-and whoever is not gets an answer at once. What is refused is never what stands in an idle queue, however
-long it is, and never for a prediction without evidence: a profile, or samples of workers at work.
+and whoever is not gets an answer at once. What stands in an idle queue is refused only when its own work
+takes longer than its client's time-out (`timeout`: no worker could do it). Nothing is refused for a
+prediction without evidence: a profile, or samples of workers at work.
 
 While requests are being refused, room is kept for those with the better claim. All others may only use
 (1 - reserve) of the time or room there is, once for each of:
@@ -36,7 +42,7 @@ from serving.config import AdmissionConfig, Slo, SloTargets
 from serving.fair_shares import FairShares
 from serving.length_lanes import LengthLanes
 
-__all__ = ["LONGEST_RETRY_S", "Admission", "Ask", "Verdict"]
+__all__ = ["LONGEST_RETRY_S", "TIMEOUT", "Admission", "Again", "Ask", "Verdict"]
 
 FEWEST_SAMPLES = 3  # behind a model, before it may refuse anybody
 FIRST_OUTPUT_TOKENS = 256.0  # mean length of an answer, before there was one
@@ -52,6 +58,7 @@ MISSES = 0.005  # of the admitted that may be late
 HIGHEST_S = 10.0  # a priority counts as asking for so long
 MOST_PRIORITIES = 16  # remembered, before old ones are forgotten
 LONGEST_RETRY_S = 600.0
+TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +71,13 @@ class Ask:
     tenant: str | None = None
     timeout_ms: float | None = None  # the client's own limit for the whole answer
     slo: SloTargets | None = None  # of its class; None: the model's
+    min_tokens: int = 1  # of its answer
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` None: admitted; else ttft, itl, kv, share, lane or priority, label values of a metric."""
+    """`reason` None: admitted; else ttft, itl, kv, share, lane, priority or timeout, label values of a
+    metric. The last one is for ever."""
 
     reason: str | None
     lane: int  # index into LANES
@@ -76,6 +85,9 @@ class Verdict:
     own_ms: float  # prefill
     limit_s: float  # when its first token is to be out
     retry_after_s: float = 0.0
+    choice: Choice | None = None  # what it is about
+    short: frozenset[str] = frozenset()  # workers that lack what it needs
+    least_ms: float = 0.0  # of its answer with nobody else there; of `timeout` only
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +105,11 @@ class _Meets:
 @dataclass(frozen=True, slots=True)
 class _Lack:
     reason: str
+    worker: str
     wait_s: float  # until it should be gone
+
+
+Again = Callable[[frozenset[str]], Choice]  # another choice, without these workers where others are left
 
 
 class Admission:
@@ -113,8 +129,16 @@ class Admission:
         self._refused = 0.0  # running share
         self._margin_ms = slo.ttft_ms * FIRST_MARGIN
 
-    def decide(self, ask: Ask, choice: Choice, now_s: float) -> Verdict:
-        """Also remembers what became of it: call it once a request."""
+    def retarget(self, slo: Slo) -> None:
+        """Other targets from now on."""
+        self._margin_ms *= slo.ttft_ms / self._slo.ttft_ms
+        self._slo = slo
+
+    def decide(self, ask: Ask, choice: Choice, now_s: float, again: Again | None = None) -> Verdict:
+        """The verdict on `choice` or, where that is refused, on what `again` says if that will do.
+
+        Also remembers what became of it: call it once a request.
+        """
         own_ms = self._own_ms(ask, choice)
         lane = self.lengths.offer(own_ms)
         self._tenants.ask(ask.tenant, now_s)
@@ -122,70 +146,91 @@ class Admission:
         self._priorities[ask.priority] = now_s
         if len(self._priorities) > MOST_PRIORITIES:
             self._priorities = {p: s for p, s in self._priorities.items() if now_s - s < HIGHEST_S}
-        verdict = self.look(ask, choice, now_s)
+        verdict = self.look(ask, choice, now_s, again)
         self._learn_margin(self._load_of(choice.prefill or choice.decode).take_lateness())
+        if verdict.reason == TIMEOUT:  # no sign of pressure
+            return verdict
         admitted = verdict.reason is None
         self._refused += PRESSURE_RATE * ((not admitted) - self._refused)
         if admitted:
-            gpu_ms = own_ms + self._decode_ms(ask, choice)
+            gpu_ms = verdict.own_ms + self._decode_ms(ask, verdict.choice or choice)
             self._tenants.spend(ask.tenant, gpu_ms, now_s)
-            self._lanes.spend(lane, own_ms, now_s)
+            self._lanes.spend(lane, verdict.own_ms, now_s)
         return verdict
 
     def ended(self, output_tokens: int) -> None:
         """An answer is complete."""
         self._output_tokens += OUTPUT_RATE * (output_tokens - self._output_tokens)
 
-    def look(self, ask: Ask, choice: Choice, now_s: float) -> Verdict:
+    def look(self, ask: Ask, choice: Choice, now_s: float, again: Again | None = None) -> Verdict:
         """What `decide` would say; changes nothing."""
-        load = self._load_of(choice.prefill or choice.decode)
+        limit_ms = self._limit_ms(ask, choice)
+        lane = self.lengths.lane(self._own_ms(ask, choice))
+        verdict = self._judge(ask, choice, lane, limit_ms, now_s)
+        if verdict.reason is None or again is None:
+            return verdict
+        other = again(verdict.short)
+        if (other.prefill, other.decode) == (choice.prefill, choice.decode):
+            return verdict
+        second = self._judge(ask, other, lane, limit_ms, now_s)
+        return second if second.reason is None or verdict.reason == TIMEOUT else verdict
+
+    def _judge(self, ask: Ask, choice: Choice, lane: int, limit_ms: float, now_s: float) -> Verdict:
+        """Of one choice."""
+        computes = choice.prefill or choice.decode
+        load = self._load_of(computes)
         own_ms = self._own_ms(ask, choice)
         due_s = load.due_s(own_ms, now_s)
-        lane = self.lengths.lane(own_ms)
-        slo = ask.slo or self._slo
-        room_ms = slo.ttft_ms + max(slo.ttft_ms_per_1k_tokens * ask.prompt_tokens / 1e3 - own_ms, 0.0)
+        wait_ms = load.wait_ms(due_s, now_s)
+        meets = _Meets(load, own_ms, due_s, wait_ms, max(limit_ms - own_ms, 0.0), now_s)
+        limit_s = now_s + limit_ms / 1e3
         if ask.timeout_ms is not None:
-            room_ms = max(min(room_ms, ask.timeout_ms - own_ms), 0.0)
-        room_ms *= self._config.slack
-        meets = _Meets(load, own_ms, due_s, load.wait_ms(due_s, now_s), room_ms, now_s)
-        limit_s = now_s + (own_ms + room_ms) / 1e3
-        lack = self._lack(ask, choice, meets, 1.0)
-        if lack is None and self._refused > PRESSURE:
+            least_ms = self._least_ms(ask, choice)
+            if least_ms > ask.timeout_ms:
+                short = frozenset((computes,))
+                return Verdict(TIMEOUT, lane, wait_ms, own_ms, limit_s, 0.0, choice, short, least_ms)
+        lacks = self._lacks(ask, choice, meets, 1.0)
+        claim = None
+        if not lacks and self._refused > PRESSURE:
             claim, part = self._claim(ask, lane, now_s)
-            lack = self._lack(ask, choice, meets, part) if part < 1.0 else None
-            if lack is not None:
-                lack = _Lack(claim, lack.wait_s)
-        if lack is None:
-            return Verdict(None, lane, meets.wait_ms, own_ms, limit_s)
-        retry_s = min(lack.wait_s, LONGEST_RETRY_S)
-        return Verdict(lack.reason, lane, meets.wait_ms, own_ms, limit_s, retry_s)
+            lacks = self._lacks(ask, choice, meets, part) if part < 1.0 else []
+        if not lacks:
+            return Verdict(None, lane, wait_ms, own_ms, limit_s, choice=choice)
+        longest = max(lacks, key=lambda lack: lack.wait_s)
+        retry_s = min(longest.wait_s, LONGEST_RETRY_S)
+        short = frozenset(lack.worker for lack in lacks)
+        return Verdict(claim or longest.reason, lane, wait_ms, own_ms, limit_s, retry_s, choice, short)
 
     # ------------------------------------------------------------ what is missing
 
-    def _lack(self, ask: Ask, choice: Choice, meets: _Meets, part: float) -> _Lack | None:
-        """Why it would not do with `part` of what there is: what lasts longest."""
+    def _lacks(self, ask: Ask, choice: Choice, meets: _Meets, part: float) -> list[_Lack]:
+        """Why it would not do with `part` of what there is."""
         lacks = []
         load = meets.load
         if load.models.prefill.linear.evidence >= FEWEST_SAMPLES:
-            margin_ms = min(self._margin_ms, MOST_MARGIN * meets.room_ms)
-            over_ms = meets.wait_ms + margin_ms - part * meets.room_ms
-            if meets.wait_ms > 0 and over_ms > 0:
-                lacks.append(_Lack("ttft", over_ms / 1e3))
-            else:
-                # Those it overtakes keep the margin, and what is kept for better claims than its own.
-                ttft_ms = self._slo.ttft_ms
-                kept_ms = self._margin_ms + (1.0 - part) * ttft_ms
-                blocked = load.blocked(meets.due_s, meets.own_ms, meets.now_s, kept_ms, ttft_ms - SLACK_MS)
-                if blocked is not None:
-                    # Until they are done, or until a new one would be behind them and may wait for them.
-                    may_wait_ms = blocked.done_ms - meets.wait_ms + over_ms
-                    clears_ms = min(blocked.done_ms, max(blocked.behind_ms, may_wait_ms))
-                    lacks.append(_Lack("ttft", clears_ms / 1e3))
+            lack_s = self._ttft_lack_s(meets, part)
+            if lack_s is not None:
+                lacks.append(_Lack("ttft", load.view.ident, lack_s))
         if ask.max_tokens > 1 and self._config.mode == "slo":
             lack = self._decode_lack(ask, choice, (meets.wait_ms + meets.own_ms) / 1e3, part)
             if lack is not None:
                 lacks.append(lack)
-        return max(lacks, key=lambda lack: lack.wait_s, default=None)
+        return lacks
+
+    def _ttft_lack_s(self, meets: _Meets, part: float) -> float | None:
+        margin_ms = min(self._margin_ms, MOST_MARGIN * meets.room_ms)
+        over_ms = meets.wait_ms + margin_ms - part * meets.room_ms
+        if meets.wait_ms > 0 and over_ms > 0:
+            return over_ms / 1e3
+        # Those it overtakes keep the margin, and what is kept for better claims than its own.
+        ttft_ms = self._slo.ttft_ms
+        kept_ms = self._margin_ms + (1.0 - part) * ttft_ms
+        blocked = meets.load.blocked(meets.due_s, meets.own_ms, meets.now_s, kept_ms, ttft_ms - SLACK_MS)
+        if blocked is None:
+            return None
+        # Until they are done, or until a new one would be behind them and may wait for them.
+        may_wait_ms = blocked.done_ms - meets.wait_ms + over_ms
+        return min(blocked.done_ms, max(blocked.behind_ms, may_wait_ms)) / 1e3
 
     def _decode_lack(self, ask: Ask, choice: Choice, ready_s: float, part: float) -> _Lack | None:
         """On the decode worker, when the prompt is computed."""
@@ -211,13 +256,15 @@ class Admission:
             allowed_ms = part * (target_ms - alone_ms)
             others_ms = step.ms(batch + 1, (held + needs) * size) - alone_ms
             if 0 < allowed_ms < left * others_ms:
-                lacks.append(_Lack("itl", _fades_s(allowed_ms / others_ms, left, life_s)))
-        room = part * load.view.total_blocks - needs
+                lacks.append(_Lack("itl", choice.decode, _fades_s(allowed_ms / others_ms, left, life_s)))
+        room = max(part * load.view.total_blocks - needs, 0.0)
         if left * load.used_blocks > room:
-            lacks.append(_Lack("kv", _fades_s(max(room, 1.0) / load.used_blocks, left, life_s)))
+            lacks.append(
+                _Lack("kv", choice.decode, _fades_s(max(room, 1.0) / load.used_blocks, left, life_s))
+            )
         most = part * load.view.max_batch - 1
         if left * batch > most:
-            lacks.append(_Lack("itl", _fades_s(max(most, 0.5) / batch, left, life_s)))
+            lacks.append(_Lack("itl", choice.decode, _fades_s(max(most, 0.5) / batch, left, life_s)))
         return max(lacks, key=lambda lack: lack.wait_s, default=None)
 
     def _learn_margin(self, late_s: list[float]) -> None:
@@ -241,6 +288,24 @@ class Admission:
         return claim, part
 
     # ------------------------------------------------------------ predictions
+
+    def _limit_ms(self, ask: Ask, choice: Choice) -> float:
+        """From now until its first token should be out: whatever is cached where, and whoever computes."""
+        slo, n = ask.slo or self._slo, ask.prompt_tokens
+        whole_ms = self._load_of(choice.prefill or choice.decode).models.prefill.ms(n, n)
+        longer_ms = max(slo.ttft_ms_per_1k_tokens * n / 1e3 - whole_ms, 0.0)
+        limit_ms = whole_ms + self._config.slack * (slo.ttft_ms + longer_ms)
+        return limit_ms if ask.timeout_ms is None else min(limit_ms, ask.timeout_ms)
+
+    def _least_ms(self, ask: Ask, choice: Choice) -> float:
+        """What its answer takes on these workers with nobody else there; 0: that is not known."""
+        prefill = self._load_of(choice.prefill or choice.decode).models.prefill
+        step = self._load_of(choice.decode).models.step
+        known = prefill.linear.evidence >= FEWEST_SAMPLES
+        least_ms = self._own_ms(ask, choice) if known else 0.0
+        if ask.min_tokens > 1 and step.linear.evidence >= FEWEST_SAMPLES:
+            least_ms += (ask.min_tokens - 1) * step.ms(1, ask.prompt_tokens)
+        return least_ms
 
     def _own_ms(self, ask: Ask, choice: Choice) -> float:
         models = self._load_of(choice.prefill or choice.decode).models

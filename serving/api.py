@@ -1,7 +1,7 @@
 """The HTTP API as a raw ASGI application: routes, bodies, ids and errors; what is said is in sse.py.
 
-A generation's path: read the body, check it (openai), render and tokenise (intake), start it on the
-Generator with a response as its sink (responder), then wait for its end or for the client to leave.
+A generation's path: read the body, take a place, check it (openai), render and tokenise (intake), start it
+on the Generator with a response as its sink (responder), then wait for its end or for the client to leave.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import orjson
 from serving.access_log import AccessRecord, log_access
 from serving.admin_api import Ask, is_admin_path, route
 from serving.api_keys import Tenant
+from serving.bodies import ClientGone, Receive
 from serving.collected_response import CollectedResponse
-from serving.door import ClientGone, Door, Receive
+from serving.door import Door
 from serving.eager import Send
 from serving.errors import (
     AuthenticationFailed,
@@ -32,6 +33,7 @@ from serving.errors import (
     MethodNotAllowed,
     ModelNotFound,
     NotFound,
+    Overcrowded,
     error_body,
 )
 from serving.generation import Generator
@@ -92,12 +94,17 @@ class Api:
         self._id_is_echoed = id_is_echoed
         self._variants = variants
         self._intake = Intake()
+        self.in_flight = 0  # HTTP requests that are not answered to their end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         elif scope["type"] == "http":
-            await _Exchange(self, scope, receive, send).run()
+            self.in_flight += 1
+            try:
+                await _Exchange(self, scope, receive, send).run()
+            finally:
+                self.in_flight -= 1
         else:
             raise RuntimeError(f"unsupported ASGI scope {scope['type']!r}")
 
@@ -149,8 +156,8 @@ class _Exchange:
         endpoint = _ENDPOINTS.get(path)
         if endpoint is not None:
             self._allow("POST")
-            with door.room(tenant):
-                await self._generate(endpoint, tenant)
+            door.check_room(tenant)
+            await self._generate(endpoint, tenant)
         elif path == _MODELS:
             self._allow("GET", "HEAD")
             await self._answer(200, models_body(list(self._api._models.values()), self._api._variants))
@@ -182,14 +189,18 @@ class _Exchange:
         record = AccessRecord(self.request_id, endpoint.value, started_at=asyncio.get_running_loop().time())
         record.tenant = tenant.name if tenant is not None else None
         status = KVRelayError.status
+        door = self._api._door
         try:
-            response = await self._start(endpoint, record, tenant)
-            record.client_left = not await self._until_ended(response)
-            if response.error is not None and not response.answered:
-                raise response.error
-            status = 200
-            if isinstance(response, CollectedResponse) and not record.client_left:
-                await self._answer(200, response.body, b"application/json", *response.placement)
+            head = RequestHead(self.request_id, self._session(), self._timeout_ms(), tenant)
+            data = await door.read_body(self._receive, self._headers.get(b"content-length"), tenant)
+            with door.room(tenant):
+                response = await self._start(endpoint, record, head, data)
+                record.client_left = not await self._until_ended(response)
+                if response.error is not None and not response.answered:
+                    raise response.error
+                status = 200
+                if isinstance(response, CollectedResponse) and not record.client_left:
+                    await self._answer(200, response.body, b"application/json", *response.placement)
         except KVRelayError as error:
             status = error.status
             record.error = error.code or error.type
@@ -204,9 +215,9 @@ class _Exchange:
             record.ended(status)
             self._api._on_end(record)
 
-    async def _start(self, endpoint: Endpoint, record: AccessRecord, tenant: Tenant | None) -> Response:
-        head = RequestHead(self.request_id, self._session(), self._timeout_ms(), tenant)
-        data = await self._api._door.read_body(self._receive, self._headers.get(b"content-length"))
+    async def _start(
+        self, endpoint: Endpoint, record: AccessRecord, head: RequestHead, data: bytes
+    ) -> Response:
         body = parse_chat(data) if endpoint is Endpoint.CHAT else parse_completion(data)
         model = self._model(body.model)
         record.model = model.name
@@ -317,9 +328,8 @@ class _Exchange:
             more.append((b"retry-after", str(error.retry_after_s).encode()))
         if isinstance(error, AuthenticationFailed):
             more.append((b"www-authenticate", b'Bearer realm="kvrelay"'))
-        if isinstance(
-            error, BodyTimeout | BodyTooLarge
-        ):  # what still comes of the body is not worth reading
+        if isinstance(error, BodyTimeout | BodyTooLarge | Overcrowded):
+            # What still comes of the body is not worth reading.
             more.append((b"connection", b"close"))
         if isinstance(error, MethodNotAllowed):
             more.append((b"allow", b"POST" if self._path in _ENDPOINTS else b"GET, HEAD"))

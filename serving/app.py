@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -75,7 +76,7 @@ def frontend_replicas(frontend: FrontendConfig, running: int) -> int:
 
 
 def running_targets() -> Mapping[str, int]:
-    """Replica targets of the deployments that run now, so that a redeploy never shrinks a pool.
+    """Replica targets of the application's deployments that run now: a redeploy never shrinks a pool.
 
     Serve's status names no deployment of an application while that application is being built, so they
     come from the record by which a Serve controller finds its deployments again. Empty when nothing runs
@@ -84,10 +85,26 @@ def running_targets() -> Mapping[str, int]:
     try:
         saved = RayInternalKVStore(f"ray-serve-{SERVE_NAMESPACE}").get(CHECKPOINT_KEY)
         states = {} if saved is None else cloudpickle.loads(saved)
-        return {deployment.name: state.target_num_replicas for deployment, state in states.items()}
+        running = {deployment.app_name for deployment in states}
+        application = application_being_built() or (running.pop() if len(running) == 1 else None)
+        if running and application is None:
+            log.warning("which application is built is not known: replica targets are as configured")
+        return {
+            deployment.name: state.target_num_replicas
+            for deployment, state in states.items()
+            if deployment.app_name == application
+        }
     except Exception as error:  # no Ray in this process, or another Serve than this was written for
         log.warning("the replica targets of what runs are not known: %s", error)
         return {}
+
+
+def application_being_built() -> str | None:
+    """Serve tells a builder its arguments alone; the task that calls it knows the application's name."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "build_serve_application":
+        frame = frame.f_back
+    return None if frame is None else str(frame.f_locals["name"])
 
 
 __all__ = ["build", "running_targets"]

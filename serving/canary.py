@@ -2,9 +2,10 @@
 
     canary    When no step ended for a while, or attempts failed without one, a tiny generation is asked
               of the engine. FAILURES in a row, or an engine that died: the worker is *unfit*, takes no new
-              requests and has itself replaced.
-    blocks    With nothing in flight, blocks that cannot be had are a leak. That only makes the worker
-              *ill*: it says so and goes on.
+              requests and has itself replaced. One that could not begin because others hold the blocks,
+              with nothing to compute, says nothing of the engine: no failure, and it is asked again.
+    blocks    With nothing in flight every block can be had. One that cannot is a leak, which only makes
+              the worker *ill*: it says so and goes on.
 
 A step that ends is as good as a canary, so a busy worker sends none. The canary's prompt and answer
 together are shorter than a block: nothing of them is ever cached, and no KV event tells of them.
@@ -17,6 +18,7 @@ import contextlib
 import logging
 import os
 from array import array
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvrouter.hashing import namespace_seed
@@ -67,6 +69,16 @@ class Watched(Protocol):
     def undrain(self, why: DrainReason) -> None: ...
 
 
+@dataclass(slots=True)
+class _Asked:
+    """A canary under way."""
+
+    attempt: AttemptId
+    answer: asyncio.Future[str]  # "": all is well
+    begun: bool = False
+    load: Load | None = None  # as the engine told it last, since
+
+
 class Canary:
     """`start` and `stop` are a pair, on one event loop; `on_step` hears all outputs of the engine there."""
 
@@ -78,8 +90,8 @@ class Canary:
         self._loop = asyncio.get_running_loop()
         self._worked_s = self._loop.time()  # when the last step ended
         self._doubt = asyncio.Event()
-        self._attempt: AttemptId | None = None
-        self._answer: asyncio.Future[str] | None = None  # "": all is well
+        self._asked: _Asked | None = None
+        self._undecided = False  # the last one had no room
         self._failures = 0
         self._why = ""
         self._load: Load | None = None
@@ -87,6 +99,7 @@ class Canary:
         self._tasks: list[asyncio.Task[None]] = []
         self._seconds = registry.histogram("canary_seconds", "Generations a worker asks of itself")
         self._failed = registry.counter("canary_failures", "Those of them that failed or were late")
+        self._roomless = registry.counter("canary_no_room", "Those of them that others left no block for")
         registry.gauge("worker_ill", "1 for what is wrong with a worker now", self._ills, ("reason",))
 
     def start(self) -> None:
@@ -129,14 +142,16 @@ class Canary:
             self._worked_s = self._loop.time()
         elif output.failed:
             self._doubt.set()
-        if self._attempt is None:
-            return
-        for failed in output.failed:
-            if failed.attempt == self._attempt:
-                self._settle(failed.message)
-        for finished in output.finished:
-            if finished.attempt == self._attempt:
-                self._settle("")
+        if self._asked is not None:
+            self._follow(self._asked, output)
+
+    def _follow(self, asked: _Asked, output: StepOutput) -> None:
+        asked.load = output.load
+        asked.begun = asked.begun or any(one.attempt == asked.attempt for one in output.started)
+        whys = [one.message for one in output.failed if one.attempt == asked.attempt]
+        whys += ["" for one in output.finished if one.attempt == asked.attempt]
+        if whys and not asked.answer.done():
+            asked.answer.set_result(whys[0])
 
     # ------------------------------------------------------------ the engine
 
@@ -145,8 +160,12 @@ class Canary:
             await self._due()
             began_s = self._loop.time()
             why = await self._ask()
-            if why and self._worked_s > began_s:
+            self._undecided = why is None
+            if self._worked_s > began_s:
                 why = ""  # it was not the canary's turn, but something went on
+            if why is None:
+                self._roomless.inc()
+                continue
             if not why:
                 self._seconds.observe(self._loop.time() - began_s)
                 self._well()
@@ -162,8 +181,9 @@ class Canary:
 
     async def _due(self) -> None:
         """Until there is reason to ask."""
-        if self._failures:
+        if self._failures or self._undecided:
             await asyncio.sleep(AGAIN_S)
+        if self._failures:
             return
         while (left_s := self._worked_s + self._config.canary_s - self._loop.time()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -173,12 +193,12 @@ class Canary:
                 self._doubt.clear()
                 return
 
-    async def _ask(self) -> str:
-        """Why the canary failed; empty when it did not."""
-        self._attempt = AttemptId(_OWN_NAMES | int.from_bytes(os.urandom(8), "little"))
-        self._answer = self._loop.create_future()
+    async def _ask(self) -> str | None:
+        """Why the canary failed; empty when it did not, None when that says nothing of the engine."""
+        attempt = AttemptId(_OWN_NAMES | int.from_bytes(os.urandom(8), "little"))
+        asked = self._asked = _Asked(attempt, self._loop.create_future())
         work = Work(
-            attempt=self._attempt,
+            attempt=attempt,
             mode=Mode.LOCAL,
             tokens=array(TOKEN_TYPECODE, PROMPT),
             n_prompt=len(PROMPT),
@@ -190,18 +210,24 @@ class Canary:
             self._worker.work_is_runnable()
             self._engine.submit(work)
             async with asyncio.timeout(timeout_s):
-                return await self._answer
+                return await asked.answer
         except TimeoutError:
-            return f"no answer within {timeout_s:g} s"
+            return None if self._had_no_room(asked) else f"no answer within {timeout_s:g} s"
         except (EngineDied, ValueError) as error:
             return str(error)
         finally:
-            self._engine.cancel(self._attempt)
-            self._attempt = self._answer = None
+            self._engine.cancel(attempt)
+            self._asked = None
 
-    def _settle(self, why: str) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(why)
+    def _had_no_room(self, asked: _Asked) -> bool:
+        """The engine heard of it, could not begin it and has nothing else to compute: hand-offs that are
+        on their way, or leases, have the blocks. An engine that hangs says nothing at all."""
+        load = asked.load
+        if load is None or asked.begun:
+            return False
+        if self._engine.capabilities.tells_begun:
+            return not load.runnable
+        return load.blocks.free == 0  # it counts as runnable whatever waits
 
     def _well(self) -> None:
         if self.unfit:
@@ -217,15 +243,16 @@ class Canary:
             self.look_at_blocks()
 
     def look_at_blocks(self) -> None:
-        """Idle or not, short of blocks or not, as of now."""
+        """Idle or not, short of blocks or not, as of now. An idle pool is whole: all free or cached."""
         load = self._load
-        if load is None or self._attempt is not None or not self._engine.capabilities.block_states:
+        if load is None or self._asked is not None or not self._engine.capabilities.block_states:
             return
         blocks = load.blocks
         floor = self._config.free_blocks_floor
         if floor is None:
-            floor = blocks.total // 2
-        idle = not load.running and not load.waiting and not blocks.leased and not self._worker.busy
+            floor = blocks.total
+        # Who leases, or may still be written to, is busy: else nobody knows of that lease any more.
+        idle = not load.running and not load.waiting and not self._worker.busy
         if not idle or blocks.free + blocks.cached >= floor:
             self._low_since_s = None
         elif self._low_since_s is None:

@@ -8,7 +8,8 @@
     kvrelay prepare NAME      make a model's files ready on this machine
     kvrelay admin VERB        operate a running application: drain workers, shift traffic, settings
 
-Exit codes: 0 stopped or done, 1 could not start or run, 2 the command or the configuration is wrong.
+Exit codes: 0 stopped or done; 1 it was refused or failed; 2 the command or the configuration is wrong, or
+names what is not there.
 Imports are lazy: `--help` answers at once.
 """
 
@@ -64,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--port", type=_number(int, 1, 65535), help="HTTP port; default: the configuration's"
     )
     serve.add_argument("--host", help="interface to listen on; default: the configuration's")
-    serve.add_argument("--cpus", type=float, help="CPUs the pools may use; default: this machine's")
+    serve.add_argument(
+        "--cpus", type=_number(float, 0), help="CPUs the pools may use; default: this machine's"
+    )
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser("check", help="validate a configuration, start nothing")
@@ -145,6 +148,7 @@ def _number(kind: type[int] | type[float], least: int, most: int | None = None) 
 
 def _serve(options: argparse.Namespace) -> int:
     from serving import preflight
+    from serving.local.start_lock import StartLock
     from serving.local_cluster import available_cpus
     from serving.serve_command import serve
 
@@ -152,26 +156,40 @@ def _serve(options: argparse.Namespace) -> int:
     host, port = options.host or plan.host, options.port or plan.port
     cpus = available_cpus() if options.cpus is None else options.cpus
     preflight.check_resources(plan, cpus)
-    preflight.check_port(host, port)
-    preflight.check_files(plan)
-    preflight.prepare_weights(plan)
-    return serve(
-        plan, host=host, port=port, cpus=cpus, ready=lambda url: print(_ready(plan, url), flush=True)
-    )
+    lock = StartLock(host, port)
+    try:
+        preflight.check_port(host, port)
+        preflight.check_files(plan)
+        preflight.prepare_weights(plan)
+        return serve(
+            plan,
+            host=host,
+            port=port,
+            cpus=cpus,
+            ready=lambda url, logs: print(_ready(plan, url, logs), flush=True),
+        )
+    finally:
+        lock.release()
 
 
-def _ready(plan: Plan, url: str) -> str:
+def _ready(plan: Plan, url: str, logs: Path) -> str:
+    where = f"  Logs while it runs: {logs}/worker-*.err"
     if not plan.model_names:
-        return f"Ready: {url}    (Ctrl-C stops it)"
+        return f"Ready: {url}    (Ctrl-C stops it)\n{where}"
     body = {
         "model": plan.model_names[0],
         "stream": True,
+        "temperature": 0,
         "messages": [{"role": "user", "content": "Say hello."}],
     }
+    key = ""
+    if plan.applications[0].security.api_keys_file is not None:
+        key = "    -H 'authorization: Bearer KEY' \\\n"
+        where = f"  KEY: one of {plan.applications[0].security.api_keys_file}\n{where}"
     return (
         f"Ready: {url}    (Ctrl-C stops it)   Try:\n"
         f"  curl -N {url}/v1/chat/completions -H 'content-type: application/json' \\\n"
-        f"    -d '{json.dumps(body)}'"
+        f"{key}    -d '{json.dumps(body)}'\n{where}"
     )
 
 

@@ -174,6 +174,10 @@ class FrontendConfig(Section, frozen=True):
     max_inflight: Positive = 1024  # requests, of one frontend
     max_inflight_per_key: Positive | None = None  # the same, of one API key; null: no limit of its own
     body_limit_bytes: Annotated[int, Meta(ge=1024)] = 16 << 20
+    max_slow_bodies: Positive = 128  # that still come after a second; beyond it the oldest is refused
+    max_slow_bodies_per_key: Positive | None = 32  # the same, of one API key; null: no limit of its own
+    unread_bytes: Annotated[int, Meta(ge=1024)] = 512 << 20  # that all unfinished bodies may hold
+    unread_bytes_per_key: Annotated[int, Meta(ge=1024)] | None = 128 << 20  # the same, of one API key
 
 
 class RouterConfig(Section, frozen=True):
@@ -258,7 +262,7 @@ class HealthConfig(Section, frozen=True):
         30  # without a step for so long it generates by itself; 0: never
     )
     canary_timeout_s: Annotated[float, Meta(gt=0)] = 10
-    free_blocks_floor: Count | None = None  # fewer that can be had while nothing runs: a leak; null: half
+    free_blocks_floor: Count | None = None  # fewer that can be had while nothing runs: a leak; null: all
 
 
 class AppConfig(Section, frozen=True):

@@ -37,7 +37,7 @@ def explain(error: msgspec.ValidationError, args: Any, root: type[Struct]) -> Co
             f"unknown key {prefix}{unknown['key']}; {hint}allowed here: {', '.join(allowed)}"
         )
     if missing := _MISSING.match(what):
-        allowed_there = _describe(_type_at(root, prefix + missing["key"]))
+        allowed_there = describe(_type_at(root, prefix + missing["key"]))
         return ConfigError(f"{prefix}{missing['key']} is missing; allowed: {allowed_there}")
     value = _value_at(args, path)
     hint = (
@@ -45,7 +45,7 @@ def explain(error: msgspec.ValidationError, args: Any, root: type[Struct]) -> Co
         if value is False and "off" in typing.get_args(kind)
         else ""
     )
-    return ConfigError(f"{path or 'args'} = {_shown(value)}; allowed: {_describe(kind)}{hint}")
+    return ConfigError(f"{path or 'args'} = {_shown(value)}; allowed: {describe(kind)}{hint}")
 
 
 def _steps(path: str) -> list[str | int]:
@@ -120,16 +120,16 @@ def _sections(kind: Any) -> list[type[Struct]]:
     return [arm for arm in _arms(kind) if isinstance(arm, type) and issubclass(arm, Struct)]
 
 
-def _describe(kind: Any) -> str:
+def describe(kind: Any) -> str:
     """In words, what a setting of this type may be."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(arm) for arm in typing.get_args(kind))
+        return " or ".join(describe(arm) for arm in typing.get_args(kind))
     meta = Meta()
     if typing.get_origin(kind) is Annotated:
         kind, *extras = typing.get_args(kind)
         meta = next((extra for extra in extras if isinstance(extra, Meta)), meta)
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
-            return _describe(kind)
+            return describe(kind)
     if typing.get_origin(kind) is Literal:
         return ", ".join(str(value) for value in typing.get_args(kind))
     if kind is int:
@@ -145,7 +145,7 @@ def _describe(kind: Any) -> str:
     if typing.get_origin(kind) is list:
         return "a list" + (f" of at least {meta.min_length}" if meta.min_length else "")
     if typing.get_origin(kind) is dict:
-        return "a mapping of text to text"
+        return f"a mapping of text to {describe(typing.get_args(kind)[1])}"
     if isinstance(kind, type) and issubclass(kind, Struct):
         return f"a mapping with the keys {', '.join(kind.__struct_fields__)}"
     return str(kind)

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+from planner.timing_profile import load_profile
 from serving.config import AppConfig, Deadlines, Model, PoolConfig, Variant
 from serving.errors import ConfigError
 from serving.gpu_catalog import GpuType
+from serving.live_settings import LivePlanner
 from serving.manifest import KNOWN
 from serving.model_shape import ModelShape
+from serving.planner_settings import unreachable
 from serving.pool_capacity import Options, gpu_of, shape_of
 from serving.preflight import Plan
 from serving.worker_spec import ROLES, find_weights, on_gpu, placement_of
@@ -99,19 +103,27 @@ def _of_variant(
         remedy = "without it memory and quantisation are not looked at"
         yield (subject.warning if unknown else subject.note)("requires.gpu", error.message, remedy)
     try:
-        if variant.engine.kind != "sim":
-            given = (options.shapes or {}).keys() & {model.name, ""}
-            if given or find_weights(variant.weights) is not None:
-                shape = shape_of(model.name, variant, options)
-            elif variant.weights not in KNOWN:
+        here, known = find_weights(variant.weights) is not None, variant.weights in KNOWN
+        given = (options.shapes or {}).keys() & {model.name, ""}
+        if variant.engine.kind == "sim":  # takes the tokenizer alone
+            if not (here or known):
                 yield subject.note(
                     "weights",
-                    f"{variant.weights} is not on this machine: what depends on the model is not looked at",
-                    "give its config.json with --shape FILE",
+                    f"{variant.weights} is not on this machine",
+                    "it has to be where the application runs, before it starts",
                 )
+        elif here or given:
+            shape = shape_of(model.name, variant, options)
+        elif not known:
+            yield subject.note(
+                "weights",
+                f"{variant.weights} is not on this machine: what depends on the model is not looked at",
+                "give its config.json with --shape FILE",
+            )
     except ConfigError as error:
         yield subject.error("weights", error.message, "give a checkpoint that is whole")
     subject = Subject(model, variant, shape, gpu)
+    yield from _targets(application, subject)
     for rule in (_pools, *LENGTH_RULES, *MODEL_RULES, memory_rules):
         yield from rule(subject)
 
@@ -125,6 +137,24 @@ def _deadlines(deadlines: Deadlines) -> Iterator[Finding]:
                 f"deadlines.{name}",
                 f"{value:g} is beyond request_ms ({deadlines.request_ms:g}): it can never pass",
                 f"at most {deadlines.request_ms:g}",
+            )
+
+
+def _targets(application: AppConfig, subject: Subject) -> Iterator[Finding]:
+    """Those of the model against a profile of this variant, where that is on this machine."""
+    times = subject.variant.times
+    if times is None or not Path(times).is_file():
+        return
+    try:
+        fitted = load_profile(Path(times)).times
+    except ConfigError as error:
+        yield subject.error("times", error.message, "make one with python -m planner.profile")
+        return
+    key = subject.model.name, subject.variant.name
+    for found in unreachable(application, LivePlanner(), {key: fitted}).values():
+        for problem in found:
+            yield subject.warning(
+                "slo", problem, "raise it above that, with room for more than one request"
             )
 
 

@@ -21,6 +21,7 @@ from serving.replica import (
     application_name,
     link_host,
     log_to_stderr,
+    refuse_while_leaving,
     replica_identity,
 )
 
@@ -41,12 +42,13 @@ class Control:
     """See control_host.py. The methods below are control calls: seldom, through a handle."""
 
     async def __init__(self, args: dict[str, Any]) -> None:  # type: ignore[misc]
-        log_to_stderr()
+        log_to_stderr("control")
         config = load_config(args)
         self._settings_key = f"settings:{application_name()}".encode()
         self._orders_key = f"orders:{application_name()}".encode()
         self._counted_key = f"counted:{application_name()}".encode()
         self._me = replica_identity("control", config.link)
+        connector = ServeConnector(application_name())
         self._host = ControlHost(
             me=self._me,
             key=link_key(config.link, application_name()),
@@ -54,6 +56,7 @@ class Control:
             save=lambda values: _store(self._settings_key, values),
             save_orders=lambda values: _store(self._orders_key, values),
             variants={model.name: [variant.name for variant in model.variants] for model in config.models},
+            listed=connector.replicas,
         )
         self._host.orders.restore(_stored(self._orders_key))
         counted = internal_kv._internal_kv_get(self._counted_key, namespace=_NAMESPACE)
@@ -64,7 +67,7 @@ class Control:
         self._planner = PlannerHost(
             control=self._host,
             config=config,
-            connector=ServeConnector(application_name()),
+            connector=connector,
             times=times,
         )
         await self._planner.start()
@@ -80,6 +83,9 @@ class Control:
 
     async def members(self) -> list[Any]:
         return [msgspec.to_builtins(member) for member in self._host.members]
+
+    async def check_health(self) -> None:
+        refuse_while_leaving()
 
     async def __del__(self) -> None:
         await self._planner.stop()

@@ -17,6 +17,7 @@ from serving.wire import (
     AdminRequest,
     AnyMessage,
     Family,
+    Members,
     Message,
     MetricsPull,
     MetricsPush,
@@ -44,6 +45,7 @@ class ControlClient:
         register: Register,
         on_settings: Callable[[LiveSettings], None] = lambda settings: None,
         on_orders: Callable[[Orders], None] = lambda orders: None,
+        on_members: Callable[[Members], None] = lambda members: None,
         report: Callable[[], Iterable[Message]] = lambda: (),
     ) -> None:
         """`report` makes what is sent every `REPORT_S` while Control is there."""
@@ -53,6 +55,7 @@ class ControlClient:
         self._register = register
         self._on_settings = on_settings
         self._on_orders = on_orders
+        self._on_members = on_members
         self._report = report
         self._reporting: asyncio.TimerHandle | None = None
         self._kept: KeptLink | None = None
@@ -150,6 +153,8 @@ class ControlClient:
                 answer.set_result((message.status, message.body))
         elif isinstance(message, Orders):
             self._on_orders(message)
+        elif isinstance(message, Members):
+            self._on_members(message)
         elif isinstance(message, Settings):
             with contextlib.suppress(ConfigError):  # a newer Control's settings: ours stay as they are
                 self._on_settings(parse_settings(message.values))

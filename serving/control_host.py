@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from serving.admin import Admin
 from serving.link import Identity, Link, LinkServer
 from serving.live_settings import LivePlanner, LiveSettings, parse_settings, settings_values
 from serving.metrics import Registry, fold, merge
+from serving.missing_workers import Listed, MissingWorker, MissingWorkers
 from serving.orders import OrderBook
 from serving.wire import (
     AdminReply,
@@ -51,12 +52,13 @@ class _Party:
 
 @dataclass(frozen=True, slots=True)
 class ReportedWorker:
-    """A linked worker and what it said last, `age_s` ago."""
+    """A worker and what it said last, `age_s` ago."""
 
     labels: dict[str, str]  # model, variant, pool
     address: str | None
     report: WorkerReport | None
     age_s: float
+    linked: bool = True
 
 
 class _Counted(msgspec.Struct):
@@ -83,9 +85,13 @@ class _Scrape:
     timer: asyncio.TimerHandle
 
 
+async def _nobody() -> Collection[str]:
+    return ()
+
+
 class ControlHost:
     """`start` and `stop` are a pair. `save` and `save_orders` keep settings and orders beyond this process;
-    `variants`: names by model, of the configuration."""
+    `variants`: names by model, of the configuration; `listed`: the replicas that Serve has."""
 
     def __init__(
         self,
@@ -96,12 +102,12 @@ class ControlHost:
         save: Callable[[dict[str, Any]], None] = lambda values: None,
         save_orders: Callable[[dict[str, Any]], None] = lambda values: None,
         variants: Mapping[str, Sequence[str]] | None = None,
+        listed: Listed = _nobody,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server = LinkServer(me, key, self)
         self._parties: dict[Link, _Party] = {}
         self._absent: dict[tuple[str, int], tuple[_Party, asyncio.TimerHandle]] = {}
-        self._forgetting: asyncio.TimerHandle | None = None
         self._departed: list[Family] = []
         self._scrapes: dict[int, _Scrape] = {}
         self._pulls = 0
@@ -111,6 +117,7 @@ class ControlHost:
         self._save = save
         self._save_orders = save_orders
         self.orders = OrderBook(self._on_orders)
+        self._missing = MissingWorkers(listed, on_gone=self.orders.forget)
         self.variants = variants or {}
         self.on_demand: Callable[[str, FrontendReport], None] = lambda frontend, report: None
         self.admin = Admin(self)
@@ -120,13 +127,16 @@ class ControlHost:
         self._registry = registry
 
     async def start(self, host: str, port: int = 0) -> str:
-        self._forgetting = self._loop.call_later(ABSENT_S, self._forget_strangers)
+        epochs = dict(self._absent)  # of those that may come back from before this Control
+        for ident in self.orders.workers:
+            epoch = next((epoch for name, epoch in epochs if name == ident), None)
+            self._missing.lost(ident, MissingWorker(epoch))
+        self._missing.start()
         return await self._server.start(host, port)
 
     async def stop(self) -> None:
         await self._server.stop()
-        if self._forgetting is not None:
-            self._forgetting.cancel()
+        await self._missing.stop()
         for _, timer in self._absent.values():
             timer.cancel()
 
@@ -151,6 +161,23 @@ class ControlHost:
             for party in self._parties.values()
             if party.register is not None and party.register.kind == "worker"
         }
+
+    @property
+    def known_workers(self) -> dict[str, ReportedWorker]:
+        """The linked workers and those that Serve lists all the same, by ident."""
+        now = self._loop.time()
+        missing = {
+            ident: ReportedWorker(
+                lost.register.labels,
+                lost.register.address,
+                lost.report,
+                now - lost.reported_s,
+                linked=False,
+            )
+            for ident, lost in self._missing.all.items()
+            if lost.register is not None
+        }
+        return {**missing, **self.workers}
 
     def _on_orders(self, values: dict[str, Any]) -> None:
         self._save_orders(values)
@@ -190,6 +217,8 @@ class ControlHost:
         party, timer = self._absent.pop(_key(link), (_Party(link.peer.kind), None))
         if timer is not None:
             timer.cancel()
+        if not self._missing.is_back(*_key(link)):
+            self.orders.forget(link.peer.ident)
         self._parties[link] = party
         link.send(Settings(self._version, self.settings))
         link.send(self.orders.message())
@@ -198,6 +227,10 @@ class ControlHost:
         party = self._parties.pop(link, None)
         if party is None:
             return
+        if party.register is not None and party.register.kind == "worker":
+            ident, epoch = _key(link)
+            lost = MissingWorker(epoch, party.register, party.report, party.reported_s)
+            self._missing.lost(ident, lost)
         party.register = party.report = None
         party.families = _monotone(party.families)
         self._absent[_key(link)] = party, self._loop.call_later(ABSENT_S, self._gone, _key(link))
@@ -209,18 +242,7 @@ class ControlHost:
     def _gone(self, key: tuple[str, int]) -> None:
         """It will not come back: what it counted stays in every sum, under one name for all such."""
         party, _ = self._absent.pop(key)
-        if key[0] not in self._known():  # as another process
-            self.orders.forget(key[0])
         self._departed = fold(self._departed, party.families, party.label, "departed")
-
-    def _forget_strangers(self) -> None:
-        """Restored orders of workers that did not come: they went while Control was away."""
-        for worker in self.orders.workers - self._known():
-            self.orders.forget(worker)
-
-    def _known(self) -> set[str]:
-        """Who is linked, or may come back."""
-        return {_key(link)[0] for link in self._parties} | {ident for ident, _ in self._absent}
 
     # ------------------------------------------------------------ across a restart of Control
 
@@ -262,7 +284,7 @@ class ControlHost:
         elif isinstance(message, ScrapeRequest):
             self._scrape(link, message.serial)
         elif isinstance(message, AdminRequest):
-            status, body = self.admin.answer(message.verb, message.arguments)
+            status, body = self.admin.answer(message.verb, message.arguments, link.name)
             link.send(AdminReply(message.serial, status, body))
         else:
             link.close(f"{type(message).__name__} is not for control")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
@@ -27,19 +27,20 @@ from serving.errors import (
     KVRelayError,
     NoWorker,
     Overloaded,
+    Stopping,
     Unavailable,
     WorkerLost,
 )
 from serving.frontend_metrics import FrontendMetrics
 from serving.gate import Gate, Refused
 from serving.generation import GenerationRequest, Sink
-from serving.lateness import Lateness, to_blame
+from serving.lateness import Lateness, behind, is_fault
 from serving.moving import MOVED, Mover
 from serving.placement import Placer
 from serving.requeue import Requeuer
 from serving.retry_budget import RetryBudget
 from serving.run import Run, Stage, WorkerEntry
-from serving.wire import STEP, Ended, FrontendReport, Step, unpack_u32, unpack_u64
+from serving.wire import LAYOUT, STEP, Ended, FrontendReport, Step, unpack_u32, unpack_u64
 
 log = logging.getLogger("kvrelay.coordinator")
 
@@ -153,7 +154,7 @@ class Coordinator:
         """End everything; for when nobody will call `sweep` any more."""
         for run in list(self._live):
             if not run.ended:
-                self._fail(run, Unavailable("this frontend stops; try again shortly"))
+                self._fail(run, Stopping("this frontend stops; try again shortly"))
 
     # ------------------------------------------------------------ frames from workers
 
@@ -172,6 +173,7 @@ class Coordinator:
     def _on_ended(self, run: Run, ended: Ended, now: float) -> None:
         if ended.error is not None:
             run.failed_steps += ended.reason == STEP
+            run.handoff = run.handoff and ended.reason != LAYOUT
             retryable = ended.retryable and run.failed_steps < MOST_FAILED_STEPS
             self._on_failed(run, ended.attempt, ended.error, retryable, now)
             return
@@ -192,6 +194,8 @@ class Coordinator:
             return
         if run.attempts[attempt].mode is Mode.DECODE:
             run.attempts[attempt].arrived = True
+            if run.move is None:
+                self._handed_over(run)
             if run.stage is Stage.TRANSFER:
                 run.enter(Stage.FIRST_DECODE, now)
             return
@@ -237,7 +241,7 @@ class Coordinator:
                     run.pending_logprobs.append(drawn[row])
                 run.next_position = expected + 1
                 if run.early:
-                    self._take_early(run)
+                    run.take_early()
             elif position > expected:
                 run.early[position] = (token, drawn.get(row))
             # A position below was already sent by an earlier attempt: dropped.
@@ -246,15 +250,6 @@ class Coordinator:
         for run, attempt in broken:
             if attempt in run.attempts:
                 self._on_failed(run, attempt, "tokens without the log-probabilities asked for", True, now)
-
-    def _take_early(self, run: Run) -> None:
-        """Append the tokens that waited for the one just appended."""
-        while (waiting := run.early.pop(run.next_position, None)) is not None:
-            token, logprobs = waiting
-            run.pending.append(token)
-            if run.logprobs and logprobs is not None:
-                run.pending_logprobs.append(logprobs)
-            run.next_position += 1
 
     def _emit(self, run: Run, now: float) -> None:
         tokens = run.pending
@@ -286,6 +281,12 @@ class Coordinator:
         if run.final is not None and not run.early and not run.ended:
             self._finish(run, now)
 
+    def _handed_over(self, run: Run) -> None:
+        """Its KV is at the decode worker: only that makes prefill's work a success."""
+        for attempt in run.attempts.values():
+            if attempt.mode is Mode.PREFILL:
+                self._breakers.succeeded(attempt.worker)
+
     def _prompt_computed(self, run: Run, now: float) -> None:
         """What was booked for the prompt on the prefill (or local) worker is done."""
         for attempt in run.attempts.values():
@@ -293,7 +294,6 @@ class Coordinator:
             self._router.computed(attempt.ident, now)
             if attempt.mode is Mode.PREFILL:
                 self._router.release(attempt.ident)
-                self._breakers.succeeded(attempt.worker)
             else:
                 self._router.progress(attempt.ident, 1)
 
@@ -355,6 +355,9 @@ class Coordinator:
         if failed.handed_over or (failed.mode is Mode.PREFILL and failed.computed):
             self._placer.release(run, attempt)  # its work is done; whether the KV arrived, its reader says
             return
+        if now >= run.deadline_s:  # nobody is to blame, and nothing is to be tried again
+            self._overdue(run)
+            return
         log.warning(
             "%s: attempt %x on %s failed: %s", run.request.request_id, attempt, failed.worker, message
         )
@@ -364,15 +367,14 @@ class Coordinator:
             self._placer.release(run, attempt)
             self._mover.stop(run, message, now)
             return
-        self._count_failure(failed.worker, now)
+        workers = {failed.worker}
+        if failed.mode is Mode.DECODE and not failed.arrived:  # its KV did not come: it may be either side
+            workers.update(a.worker for a in run.attempts.values())
+        self._count_failures(workers, now)
         if not retryable:
             self._fail(run, EngineFailure(message))
             return
-        run.failed_on.add(failed.worker)
-        if (
-            failed.mode is Mode.DECODE and not failed.arrived
-        ):  # its KV did not come: it may be the other side
-            run.failed_on.update(a.worker for a in run.attempts.values())
+        run.failed_on |= workers
         self._retry(run, WorkerLost(message), now)
 
     def _retry(self, run: Run, error: Unavailable, now: float) -> None:
@@ -406,10 +408,15 @@ class Coordinator:
             run.waits_after = None
             self._metrics.resumes.inc()
 
-    def _count_failure(self, worker: str, now: float) -> None:
-        if self._breakers.failed(worker, now):
-            self._metrics.breaker_openings.inc()
-            log.warning("worker %s fails requests in a row: avoided for a while", worker)
+    def _overdue(self, run: Run) -> None:
+        self._metrics.deadlines.inc(labels=("request",))
+        self._fail(run, DeadlineExceeded("the request's deadline passed"))
+
+    def _count_failures(self, workers: Iterable[str], now: float) -> None:
+        for worker in workers:
+            if self._breakers.failed(worker, now):
+                self._metrics.breaker_openings.inc()
+                log.warning("worker %s fails requests in a row: avoided for a while", worker)
 
     def sweep(self) -> None:
         """Enforce the deadlines; call it every quarter of a second."""
@@ -418,8 +425,7 @@ class Coordinator:
             if run.ended:
                 continue
             if now > run.deadline_s:
-                self._metrics.deadlines.inc(labels=("request",))
-                self._fail(run, DeadlineExceeded("the request's deadline passed"))
+                self._overdue(run)
                 continue
             if run.waits_after is not None:
                 if self._lateness.late(run, now) is None:
@@ -434,9 +440,9 @@ class Coordinator:
             if late is None:
                 continue
             self._metrics.deadlines.inc(labels=(late,))
-            blamed = to_blame(run)
-            run.failed_on.update(blamed)
-            for worker in blamed:
-                self._count_failure(worker, now)
+            workers = behind(run, late)
+            run.failed_on.update(workers)
+            if is_fault(late):
+                self._count_failures(workers, now)
             self._retry(run, DeadlineExceeded(f"no progress in stage {late}"), now)
         self._requeuer.sweep(now)

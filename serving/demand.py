@@ -44,7 +44,13 @@ class Demand:
         arrivals, outputs = list(self._arrivals), list(self._outputs)
         self._arrivals.clear()
         self._outputs.clear()
-        waiting = [run.started_s for run in live if not run.sent]
+        waiting, going, decoding = [], [], 0
+        for run in live:
+            if run.sent:
+                going.append((len(run.request.prompt), len(run.sent)))
+            else:
+                waiting.append(run.started_s)
+            decoding += run.stage is Stage.DECODE
         return FrontendReport(
             model=model,
             variant=variant,
@@ -55,8 +61,9 @@ class Demand:
             outputs=outputs,
             queued=len(waiting),
             queue_age_ms=max((now_s - min(waiting)) * 1e3, 0.0) if waiting else 0.0,
-            decoding=sum(run.stage is Stage.DECODE for run in live),
+            decoding=decoding,
             fitted=fitted(list(workers)),
+            going=going,
         )
 
 

@@ -29,6 +29,7 @@ class DemandBook:
     ) -> None:
         self._observers = {key: Observer(times.get(key)) for key in variants}
         self._said: dict[tuple[str, Key], _Said] = {}  # (frontend, variant) -> its last report
+        self._told_s: dict[Key, float] = {}  # when any frontend last reported
         self._clock = clock
 
     def reported(self, frontend: str, report: FrontendReport) -> None:
@@ -37,6 +38,9 @@ class DemandBook:
         if observer is None:
             return  # of another configuration
         now = self._clock()
+        if now - self._told_s.get(key, now) > FRESH_S:
+            observer.missed(now - FRESH_S)
+        self._told_s[key] = now
         self._said[frontend, key] = _Said(report, now)
         observer.reported(now)
         for row in report.arrivals:
@@ -82,6 +86,7 @@ class DemandBook:
             queue_age_s=max(r.queue_age_ms for r in said) / 1e3 if said else None,
             queued=sum(r.queued for r in said) if said else None,
             decoding=sum(r.decoding for r in said) if said else None,
+            going=[row for r in said for row in r.going or ()],
             kv_tokens=kv_tokens,
             max_batch=max_batch,
         )

@@ -13,9 +13,11 @@
     |  |- BodyTooLarge               413  body over the limit
     |  `- HeadersTooLarge            431  too many headers, or too long ones
     |- Overloaded                    429  the deadline cannot be met, or too much in flight; Retry-After
+    |  `- Overcrowded                     a body that comes slowly made room for others
     |- Unavailable                   503  no path can answer; Retry-After
     |  |- NoWorker                        no worker of the pool is linked
     |  |- WorkerLost                      the link to the worker of an attempt broke
+    |  |- Stopping                        this frontend stops: it takes nothing new, or ends what is left
     |  `- DeadlineExceeded                a stage's deadline passed (queue, prefill, transfer, ...)
     |- EngineFailure                 500  the engine failed this request
     |- ConfigError                        a setting is wrong: key, value, what is allowed
@@ -56,10 +58,12 @@ __all__ = [
     "ModelNotFound",
     "NoWorker",
     "NotFound",
+    "Overcrowded",
     "Overloaded",
     "PeerGone",
     "RequestError",
     "StartError",
+    "Stopping",
     "TransferError",
     "TransferTimeout",
     "Unavailable",
@@ -151,6 +155,10 @@ class Overloaded(KVRelayError):
         super().__init__(message, retry_after_s=retry_after_s)
 
 
+class Overcrowded(Overloaded):
+    pass
+
+
 class Unavailable(KVRelayError):
     status = 503
     type = "service_unavailable"
@@ -165,6 +173,10 @@ class NoWorker(Unavailable):
 
 class WorkerLost(Unavailable):
     code = "worker_lost"
+
+
+class Stopping(Unavailable):
+    code = "stopping"
 
 
 class DeadlineExceeded(Unavailable):

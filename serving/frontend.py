@@ -13,10 +13,12 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from planner.timing_profile import load_profiles
+from serving.closing import ClosingSocket
 from serving.config import load_config
 from serving.engine.factory import engine_capabilities, engine_context
 from serving.frontend_host import FrontendHost
 from serving.link_key import link_key, read_key
+from serving.local.environment import closing_directory
 from serving.manifest import resolve_weights
 from serving.registry import Members
 from serving.replica import (
@@ -24,6 +26,7 @@ from serving.replica import (
     application_name,
     follow_members,
     log_to_stderr,
+    refuse_while_leaving,
     replica_identity,
     warn_if_nice,
     warn_without_flags,
@@ -48,7 +51,7 @@ class Frontend:
     """`pools`: (model, variant) -> role -> handle of its deployment, for membership only."""
 
     async def __init__(self, args: dict[str, Any], control: DeploymentHandle, pools: Pools) -> None:  # type: ignore[misc]
-        log_to_stderr()
+        log_to_stderr("frontend")
         warn_without_flags()
         warn_if_nice(logging.getLogger("kvrelay.frontend"))
         config = load_config(args)
@@ -84,6 +87,10 @@ class Frontend:
             id_is_echoed=True,  # by a middleware of Serve's
         )
         await self._host.start()
+        closing = closing_directory()
+        self._closing = None if closing is None else ClosingSocket(self._host, closing)
+        if self._closing is not None:
+            await self._closing.start()
         self._tasks: set[asyncio.Task[None]] = set()
         follow_members(control, self._on_control)
         for (model_name, variant_name), handles in pools.items():
@@ -103,7 +110,12 @@ class Frontend:
     def __serve_build_asgi_app__(self) -> Callable[..., Awaitable[None]]:
         return self._host.api
 
+    async def check_health(self) -> None:
+        refuse_while_leaving()
+
     async def __del__(self) -> None:
         """Awaited by Serve's graceful shutdown, once its own count of requests is 0."""
         await self._host.drain(LAST_STREAMS_S)
         await self._host.stop()
+        if self._closing is not None:
+            await self._closing.stop()

@@ -8,24 +8,27 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 from kvrouter.deadline import Order
 from kvrouter.perf_model import WorkerModels
-from kvrouter.policy_router import build_router
+from kvrouter.policy_router import PolicyRouter, build_router
 from planner.timing_profile import Profile
 from serving.api import Api
 from serving.api_keys import ApiKeys
+from serving.bodies import BodyLimits
 from serving.config import AppConfig
 from serving.control_client import ControlClient
 from serving.coordinator import Coordinator
 from serving.door import NO_ROOM, Door
-from serving.errors import ModelNotFound, Unavailable
+from serving.errors import KVRelayError, ModelNotFound, NoWorker, Stopping
 from serving.frontend_metrics import FrontendMetrics
-from serving.gate import gate_for
+from serving.gate import Gate
 from serving.generation import GenerationRequest, Sink, Ticket
 from serving.link import Identity
-from serving.live_settings import LiveSettings
+from serving.live_settings import LiveSettings, slo_of
+from serving.log_limit import LogLimit
 from serving.metrics import Registry, render
 from serving.provenance import merged
 from serving.registry import Members
@@ -34,19 +37,31 @@ from serving.served_model import ServedModel
 from serving.variant_choice import Offer, choose_variant, session_point
 from serving.variant_links import VariantLinks
 from serving.wire import FrontendReport, Register
+from serving.wire import Members as Parties
 
 log = logging.getLogger("kvrelay.frontend")
 
 SWEEP_S = 0.25
 DRAIN_POLL_S = 0.02
+LAST_WORDS_S = 1.0  # for the errors of what is cut short to reach clients that read
 GOLDEN = 0.6180339887498949
 
 
 class VariantGenerator:
     """Sends each request to a variant of its model; implements `serving.generation.Generator`."""
 
-    def __init__(self, config: AppConfig, variants: dict[tuple[str, str], VariantLinks], seed: int) -> None:
+    def __init__(
+        self,
+        config: AppConfig,
+        variants: dict[tuple[str, str], VariantLinks],
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
         self._variants = variants
+        self._planner = config.planner
+        self._clock = clock
+        self._zero_since: dict[tuple[str, str], float] = {}  # requests have met no worker
+        self.planner_acts = config.planner.mode == "act"
         self._prompts = {(m.name, v.name): v.prompt_tokens for m in config.models for v in m.variants}
         self._point = random.Random(seed).random()
         self.weights: dict[str, dict[str, float]] = {}  # live traffic weights, by model
@@ -54,12 +69,31 @@ class VariantGenerator:
 
     def start(self, request: GenerationRequest, sink: Sink) -> Ticket:
         if self.stopping:
-            raise Unavailable("this frontend is stopping; try again")
+            raise Stopping("this frontend is stopping; try again")
         variants = [variant for model, variant in self._variants if model == request.model]
         if not variants:
             raise ModelNotFound(f"the model {request.model!r} is not served here", param="model")
         variant = self._pick(request, variants)
-        return self._variants[request.model, variant].coordinator.start(request, sink)
+        key = request.model, variant
+        try:
+            ticket = self._variants[key].coordinator.start(request, sink)
+        except NoWorker as error:
+            raise NoWorker(error.message, retry_after_s=self._ready_in_s(key)) from None
+        except KVRelayError:
+            self._zero_since.pop(key, None)
+            raise
+        self._zero_since.pop(key, None)
+        ticket.info.variant = variant
+        return ticket
+
+    def _ready_in_s(self, key: tuple[str, str]) -> int:
+        """A pool at zero gets a worker because of the first request that met none."""
+        planner = self._planner
+        if planner.idle_to_zero_s is None or not self.planner_acts or self._variants[key].has_decoders:
+            return 1
+        now = self._clock()
+        since = self._zero_since.setdefault(key, now)
+        return max(ceil(since + planner.interval_s + planner.startup_s - now), 1)
 
     def _pick(self, request: GenerationRequest, variants: list[str]) -> str:
         model = request.model
@@ -93,6 +127,9 @@ class FrontendHost:
         self._random = random.Random(me.epoch)
         self.variants: dict[tuple[str, str], VariantLinks] = {}
         self._wanted: dict[tuple[str, str], set[str]] = {}  # pools that the config does not leave empty
+        self._config = config
+        self._routers: list[PolicyRouter] = []
+        self._gates: dict[tuple[str, str], Gate] = {}
         for model in config.models:
             for variant in model.variants:
                 pools = {"prefill": variant.prefill, "decode": variant.decode}
@@ -112,7 +149,8 @@ class FrontendHost:
                 metrics = FrontendMetrics(self.registry.part(labels))
                 metrics.watch(router.caches)
                 entries: dict[str, WorkerEntry] = {}
-                gate = gate_for(
+                self._routers.append(router)
+                gate = self._gates[model.name, variant.name] = Gate(
                     model.slo,
                     config.admission,
                     config.deadlines,
@@ -151,9 +189,10 @@ class FrontendHost:
             registry=self.registry,
             register=Register(me.kind, me.ident, {}),
             on_settings=self._on_settings,
+            on_members=self._on_members,
             report=self._report,
         )
-        self._generator = VariantGenerator(config, self.variants, seed=me.epoch)
+        self._generator = VariantGenerator(config, self.variants, me.epoch, clock)
         self.api = Api(
             served,
             self._generator,
@@ -166,6 +205,7 @@ class FrontendHost:
             variants=self.provenances,
         )
         self._sweeper: asyncio.Task[None] | None = None
+        self._sweep_failures = LogLimit()
 
     def _door(self, config: AppConfig, admin_key: bytes | None) -> Door:
         keys = config.security.api_keys_file
@@ -174,8 +214,14 @@ class FrontendHost:
             admin_key=admin_key,
             max_inflight=config.frontend.max_inflight,
             max_inflight_per_key=config.frontend.max_inflight_per_key,
-            body_limit_bytes=config.frontend.body_limit_bytes,
-            body_s=config.deadlines.body_ms / 1e3,
+            bodies=BodyLimits(
+                body_bytes=config.frontend.body_limit_bytes,
+                body_s=config.deadlines.body_ms / 1e3,
+                most_slow=config.frontend.max_slow_bodies,
+                most_slow_per_key=config.frontend.max_slow_bodies_per_key,
+                held_bytes=config.frontend.unread_bytes,
+                held_bytes_per_key=config.frontend.unread_bytes_per_key,
+            ),
             on_refused=self._on_refused,
         )
 
@@ -191,16 +237,35 @@ class FrontendHost:
     async def start(self) -> None:
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
 
-    async def drain(self, limit_s: float) -> None:
-        """Take nothing new, say so at /health, and let what runs end, for `limit_s` at the most."""
+    @property
+    def in_flight(self) -> int:
+        """HTTP requests that are not answered to their end."""
+        return self.api.in_flight
+
+    def refuse_new(self) -> None:
+        """From now on, with a 503; /health says so too."""
         self._generator.stopping = True
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new and let what runs end, for `limit_s` at the most."""
+        self.refuse_new()
+        await self._until_answered(limit_s)
+
+    async def end_answers(self) -> None:
+        """Every answer that is left ends with an error; returns when that is with the sockets."""
+        for coordinator in self._coordinators():
+            coordinator.stop()
+        await self._until_answered(LAST_WORDS_S)
+
+    async def _until_answered(self, limit_s: float) -> None:
         until_s = asyncio.get_running_loop().time() + limit_s
-        while any(c.in_flight for c in self._coordinators()):
+        while self.in_flight or any(c.in_flight for c in self._coordinators()):
             if asyncio.get_running_loop().time() > until_s:
                 return
             await asyncio.sleep(DRAIN_POLL_S)
 
     async def stop(self) -> None:
+        await self.end_answers()
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -215,6 +280,19 @@ class FrontendHost:
     def _on_settings(self, settings: LiveSettings) -> None:
         self._generator.weights = settings.weights
         logging.getLogger("kvrelay").setLevel(settings.log_level)
+        planner = settings.planner
+        self._generator.planner_acts = (planner.mode or self._config.planner.mode) == "act"
+        slos = {
+            model.name: slo_of(model.slo, planner.targets.get(model.name)) for model in self._config.models
+        }
+        for (model, _), gate in self._gates.items():
+            gate.retarget(slos[model])
+
+    def _on_members(self, parties: Parties) -> None:
+        """How many frontends place on the same workers."""
+        count = sum(party.kind == "frontend" for party in parties.parties)
+        for router in self._routers:
+            router.set_frontends(count)
 
     def _report(self) -> list[FrontendReport]:
         """What the planner wants to know."""
@@ -265,8 +343,10 @@ class FrontendHost:
         while True:
             await asyncio.sleep(SWEEP_S)
             for links in self.variants.values():
-                try:
-                    links.coordinator.sweep()
-                    links.sweep()
-                except Exception:
-                    log.exception("sweep of %s failed", links.name)
+                for sweep in (links.coordinator.sweep, links.sweep):  # neither costs the other its turn
+                    try:
+                        sweep()
+                    except Exception:
+                        held = self._sweep_failures.pass_on()
+                        if held is not None:
+                            log.exception("a sweep of %s failed%s", links.name, held)

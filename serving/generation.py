@@ -39,6 +39,7 @@ class GenerationInfo:
         resumes: how often it went on elsewhere after a fault.
         redrawn_from: the number of tokens after which a resume was another draw, of an engine without
             seeded resume; None: the answer is as if nothing had happened.
+        variant: of the model, that answers.
     """
 
     cached_tokens: int = 0
@@ -46,6 +47,7 @@ class GenerationInfo:
     decode_worker: str | None = None
     resumes: int = 0
     redrawn_from: int | None = None
+    variant: str | None = None
 
 
 class Sink(Protocol):

@@ -88,7 +88,7 @@ class KeptLink:
                 await dial(self.address, self._me, self._key, self, beat=self._beat, refusals=refusals)
             except LinkError as error:
                 if (more := refusals.pass_on()) is not None:
-                    log.info("no link to %s yet: %s%s", self.address, error.message, more)
+                    log.info("no link yet to %s%s", error.message, more)
             else:
                 opened_s = loop.time()
                 await self._lost.wait()

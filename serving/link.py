@@ -1,10 +1,11 @@
 """One authenticated, multiplexed TCP connection: length-prefixed msgpack frames, callbacks, beats.
 
 A connection opens with Hello from both sides, each with a fresh nonce, then Proof: an HMAC-SHA256 over
-both hellos and the direction, keyed by the link key. Nothing else is read before the proof holds, and
-until then a frame may have 4 KiB at most. After it every side sends Beat each `BEAT_S`; a link that was
-silent for `DEAD_S` is aborted (a silent partition is invisible to both sockets), and so is one whose peer
-begins a frame and does not end it within `FRAME_S`.
+both hellos and the direction, keyed by the link key. Of a hello it covers the fields of wire version 2 and
+never more, so that ends of which one knows later fields agree on the bytes. Nothing else is read before the
+proof holds, and until then a frame may have 4 KiB at most. After it every side sends Beat each `BEAT_S`;
+a link silent for `DEAD_S` is aborted (a silent partition is invisible to both sockets), and so is one
+whose peer begins a frame and does not end it within `FRAME_S`.
 
 Frame: u32 little-endian length, then the payload. No pickle crosses a link. A message that does not decode,
 or that its handler cannot take, ends its own link and nothing else.
@@ -46,6 +47,7 @@ REFUSAL_S = 1.0  # how long a refused peer may take to read why
 SEND_BUFFER_BYTES = 64 << 20  # a peer that reads slower than this lags behind is cut off
 NONCE_BYTES = 32
 KINDS = ("frontend", "worker", "control")
+SIGNED_FIELDS = ("wire", "oldest_wire", "package", "kind", "ident", "epoch", "nonce")
 IDENT_CHARS = 256
 
 _LENGTH = struct.Struct("<I")
@@ -292,7 +294,7 @@ class Link(asyncio.Protocol):
 
     def _mac(self, signer: Hello, other: Hello, signer_dialled: bool) -> bytes:
         direction = b"dialler" if signer_dialled else b"listener"
-        text = direction + wire.encode(signer) + wire.encode(other)
+        text = direction + _signed(signer) + _signed(other)
         return hmac.new(self._key, text, hashlib.sha256).digest()
 
     def _write(self, message: Message) -> None:
@@ -337,6 +339,12 @@ class Link(asyncio.Protocol):
                 self._state = _State.CLOSED
 
 
+def _signed(hello: Hello) -> bytes:
+    """As an end encodes it that knows no later field."""
+    fields = [getattr(hello, name) for name in SIGNED_FIELDS]
+    return msgspec.msgpack.encode([Hello.__struct_config__.tag, *fields])
+
+
 async def dial(
     address: str,
     me: Identity,
@@ -358,8 +366,13 @@ async def dial(
             )
             await asyncio.shield(link.opened)
     except TimeoutError:
-        raise LinkError(f"{address} did not answer within {timeout_s} s") from None
-    except (OSError, ValueError) as error:
+        raise LinkError(f"{address}: no answer within {timeout_s} s") from None
+    except LinkError as error:
+        raise type(error)(f"{address}: {error.message}") from None
+    except OSError as error:
+        known = error.errno is not None and error.errno > 0  # asyncio's own text has the address once more
+        raise LinkError(f"{address}: {os.strerror(error.errno or 0) if known else error}") from None
+    except ValueError as error:
         raise LinkError(f"{address}: {error}") from None
     finally:
         if link is not None and link._state is not _State.OPEN:

@@ -6,23 +6,31 @@ They never stand in a deployment's arguments: any change there would restart eve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from serving.config import Slo, SloTargets
 from serving.config_errors import explain
 
+AnySlo = TypeVar("AnySlo", bound=SloTargets)
 Weight = Annotated[float, Meta(ge=0)]
 
 
-class LiveTargets(Struct, frozen=True, forbid_unknown_fields=True):
-    """What takes the place of a model's `slo` in the configuration; null: as configured."""
+class LiveClass(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What takes the place of targets in the configuration; null: as configured."""
 
     ttft_ms: Annotated[float, Meta(gt=0)] | None = None
     ttft_ms_per_1k_tokens: Weight | None = None
     itl_ms: Annotated[float, Meta(gt=0)] | None = None
     percentile: Annotated[float, Meta(gt=0, lt=100)] | None = None
+
+
+class LiveTargets(LiveClass, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of a model's `slo`; `classes` by name, of those that are configured."""
+
+    classes: dict[str, LiveClass] = msgspec.field(default_factory=dict)
 
 
 class LivePlanner(Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,6 +47,22 @@ class LiveSettings(Struct, frozen=True, forbid_unknown_fields=True):
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     weights: dict[str, dict[str, Weight]] = msgspec.field(default_factory=dict)
     planner: LivePlanner = LivePlanner()
+
+
+def slo_of(slo: Slo, changed: LiveTargets | None) -> Slo:
+    """A model's targets and those of its classes as they are now."""
+    if changed is None:
+        return slo
+    classes = {name: _with(own, changed.classes.get(name)) for name, own in slo.classes.items()}
+    return msgspec.structs.replace(_with(slo, changed), classes=classes)
+
+
+def _with(slo: AnySlo, changed: LiveClass | None) -> AnySlo:
+    if changed is None:
+        return slo
+    names = LiveClass.__struct_fields__
+    values = {name: value for name in names if (value := getattr(changed, name)) is not None}
+    return msgspec.structs.replace(slo, **values)
 
 
 def parse_settings(values: Mapping[str, Any]) -> LiveSettings:

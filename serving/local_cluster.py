@@ -28,10 +28,12 @@ import yaml
 
 from serving.errors import StartError
 from serving.local import processes
+from serving.local.closing import close_frontends
 from serving.local.environment import cluster_environment, new_marker
 from serving.local.ports import PortBlock
 from serving.local.rollout import deploy, wait_until_answered
 from serving.local.status import Status
+from serving.yaml_file import load_yaml
 
 POLL_S = 0.1
 STOP_GRACE_S = 1.5
@@ -115,6 +117,11 @@ class LocalCluster:
         return self._directory
 
     @property
+    def logs(self) -> Path:
+        """Of replicas (`worker-*.err`), Serve and Ray; removed by `stop`."""
+        return self.directory / "ray" / "session_latest" / "logs"
+
+    @property
     def log(self) -> Path:
         return self._log or self.directory / "cluster.log"
 
@@ -146,6 +153,7 @@ class LocalCluster:
         self._ports = ports = PortBlock()
         self._directory = directory = Path(tempfile.mkdtemp(prefix="kvr", dir=_short_temp_dir()))
         (directory / "haproxy").mkdir()
+        (directory / "closing").mkdir()
         token = directory / "auth_token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -234,7 +242,7 @@ class LocalCluster:
             wait_until_answered(self.url + health_path, deadline=deadline, check=self.check)
 
     def _write_config(self, config: Mapping[str, Any] | str | Path) -> Path:
-        document = config if isinstance(config, Mapping) else yaml.safe_load(Path(config).read_text())
+        document = config if isinstance(config, Mapping) else load_yaml(Path(config).read_text())
         http = {**(document.get("http_options") or {}), "host": self.host, "port": self.port}
         path = self.directory / "serve.yaml"
         path.write_text(yaml.safe_dump({**document, "http_options": http}, sort_keys=False))
@@ -242,10 +250,18 @@ class LocalCluster:
 
     # ---------------------------------------------------------------- stop
 
+    def close(self, *, limit_s: float, waits: Callable[[int], None]) -> None:
+        """Before `stop`: frontends take nothing new, and what they answer ends, for `limit_s` at the most
+        or until `hurry`; what is left then ends with an error. `waits` hears how many answers there are."""
+        if self._directory is not None:
+            close_frontends(
+                self._directory / "closing", limit_s=limit_s, hurry=self._family.hurried, waits=waits
+            )
+
     def stop(self, *, grace_s: float = STOP_GRACE_S) -> None:
         """End every process of the cluster, at the latest `grace_s` + 3 s from now, and remove its files.
 
-        Streams that still run are cut: drain first (scale to zero, or `serve shutdown`) where that matters.
+        Streams that still run are cut: `close` first where that matters.
         """
         self._family.end(grace_s=grace_s)
         if self._ray is not None:

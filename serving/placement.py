@@ -53,7 +53,8 @@ class Placer:
         self._next_attempt = (int.from_bytes(os.urandom(4), "little") >> 1) << 32
 
     def place(self, run: Run, now: float, *, avoid: str | None = None) -> Choice:
-        """Choose workers and send the attempts. Raises NoWorker, Refused; then nothing was sent.
+        """Choose workers and send the attempts. Raises NoWorker, and what Gate.check does; then nothing was
+        sent.
 
         `avoid`: one that is taken only when nobody else is left.
         """
@@ -63,7 +64,9 @@ class Placer:
         choice = self.router.choose(wanted, now)
         self._metrics.decision.observe(perf_counter() - began_s)
         if self._gate is not None and run.placements == 0:
-            self._gate.check(request, wanted, choice, now)
+            choice = self._gate.check(
+                request, wanted, choice, now, lambda short: self._again(wanted, short, now)
+            )
             run.limit_s = wanted.limit_s
         self._note(run, choice)
         run.placements += 1
@@ -133,6 +136,11 @@ class Placer:
 
     # ------------------------------------------------------------ inside
 
+    def _again(self, wanted: RouterRequest, short: frozenset[str], now: float) -> Choice:
+        """Another choice, where there is one: `short` lack what it needs."""
+        wanted.avoid |= short
+        return self.router.choose(wanted, now)
+
     def _wanted(self, run: Run, now: float, avoid: str | None = None) -> RouterRequest:
         request = run.request
         avoided = self.breakers.avoid(now) | run.failed_on
@@ -144,6 +152,7 @@ class Placer:
             avoid=avoided if avoid is None else avoided | {avoid},
             limit_s=run.limit_s,
             waited_s=max(now - run.last_s, 0.0),
+            handoff=run.handoff,
         )
 
     def _submit(

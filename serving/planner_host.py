@@ -34,10 +34,17 @@ from serving.config import AppConfig
 from serving.control_host import ControlHost
 from serving.demand_book import DemandBook
 from serving.deployment_name import FRONTEND, deployment_name
-from serving.errors import ConfigError, InvalidRequest, NotFound, Unavailable
+from serving.errors import ConfigError, InvalidRequest, Unavailable
 from serving.live_settings import LivePlanner
 from serving.planner_metrics import PlannerMetrics
-from serving.planner_settings import budget_of, budget_unit, planner_settings
+from serving.planner_settings import (
+    budget_of,
+    budget_unit,
+    merged_targets,
+    planner_settings,
+    unreachable,
+    variant_settings,
+)
 
 log = logging.getLogger("kvrelay.planner")
 
@@ -97,6 +104,8 @@ class PlannerHost:
                     "%s/%s has no profile (python -m planner.profile makes one): "
                     "the planner holds until it has learnt from requests how long they take", model, variant
                 )  # fmt: skip
+        for name, found in unreachable(self._config, self.live, self._times).items():
+            log.warning("%s: targets that no number of workers can meet: %s", name, "; ".join(found))
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -122,18 +131,18 @@ class PlannerHost:
         )
 
     def _change(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Merge into the live settings; `targets` by model. All or nothing."""
+        """Merge into the live settings; `targets` by model, and there `classes` by name. All or nothing.
+
+        A redeploy may raise the minimum above a live budget. Only a new budget is checked: whatever stands
+        in its way must not keep anybody from turning the planner off.
+        """
         now = self._control.settings["planner"]
-        targets, wished = dict(now["targets"]), arguments.get("targets") or {}
-        if not isinstance(wished, dict) or not all(isinstance(c, dict) for c in wished.values()):
-            raise InvalidRequest('targets: give them by model, as in {"chat": {"ttft_ms": 500}}')
-        known = sorted({name for name, _ in self._variants})
-        for model, changes in wished.items():
-            if model not in known:
-                raise NotFound(f"targets: there is no model {model!r}; there are: {', '.join(known)}")
-            targets[model] = {**targets.get(model, {}), **changes}
+        targets = merged_targets(self._config, now["targets"], arguments.get("targets"))
         changed = {**now, **arguments, "targets": targets}
-        self._control.change_settings({"planner": changed}, check=self._check)
+        check = self._check if "budget" in arguments else _anything
+        self._control.change_settings({"planner": changed}, check=check)
+        if self.mode == "off":
+            self._end_loans()
         return self.told()
 
     def _remove(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -141,9 +150,7 @@ class PlannerHost:
         ident = str(arguments.get("worker"))
         told = self._control.admin.told(ident)
         if not told["safe_to_remove"]:
-            raise InvalidRequest(
-                f"{ident} is not safe to remove: drain it first, and wait until it is empty"
-            )
+            raise InvalidRequest(f"{ident} is not safe to remove: {told['unsafe_because']}")
         if ident in self._removals:
             return told | {"removing": True}
         deployment = deployment_name(told["model"], told["variant"], told["pool"])
@@ -183,6 +190,8 @@ class PlannerHost:
         """One look, one decision and, in mode act, what follows from it."""
         if self.mode == "off":
             self.book.skip(self._clock())
+            self._end_loans()
+            self._trouble, self._back_off_s = None, 0.0
             return
         try:
             counts = self._counts = await self._connector.counts()
@@ -240,9 +249,10 @@ class PlannerHost:
         )
 
     def workers(self, key: Key) -> list[PoolWorker]:
-        """The linked workers of a variant."""
+        """The linked workers of a variant, and those that an operator drains and Serve still counts."""
         model, variant = key
         orders = self._control.orders
+        listed = {replica for there in self._counts.values() for replica in there.replicas}
         return [
             PoolWorker(
                 ident=ident,
@@ -253,8 +263,9 @@ class PlannerHost:
                 ordered=orders.roles.get(ident),
                 set_aside=ident in orders.draining,
             )
-            for ident, worker in self._control.workers.items()
+            for ident, worker in self._control.known_workers.items()
             if worker.report is not None
+            and (worker.linked or ident in orders.draining & listed)
             and (worker.labels.get("model"), worker.labels.get("variant")) == (model, variant)
         ]
 
@@ -303,6 +314,14 @@ class PlannerHost:
             reason = decision.variants["/".join(key)].reason
             self._say("scale", key, pool=pool, change=change, replicas=replicas, why=reason)
 
+    def _end_loans(self) -> None:
+        """Nobody looks any more whether they help: every worker plays its own pool's role again."""
+        for worker in list(self._control.orders.roles):
+            self._control.orders.call_back(worker)
+            self._metrics.flips.inc()
+            fields = {"worker": worker, "role": "its own", "why": "the planner is off"}
+            log.info("flip", extra={"fields": fields})
+
     # ------------------------------------------------------------ telling
 
     def _note(self, observation: Observation, decision: Decision, now: float) -> None:
@@ -342,8 +361,16 @@ class PlannerHost:
     def variants(self) -> list[Key]:
         return self._variants
 
+    def _contradiction(self) -> str | None:
+        """Why no tick can decide anything."""
+        try:
+            self.settings()
+        except ConfigError as error:
+            return error.message
+        return None
+
     def told(self) -> dict[str, Any]:
-        """What GET /planner shows."""
+        """What GET /planner shows, also while the settings contradict each other."""
         seen = self._observation
         shown = None
         if seen is not None:
@@ -351,12 +378,15 @@ class PlannerHost:
                 name: replace(variant, recent=(), outputs=()) for name, variant in seen.variants.items()
             }
             shown = to_json(replace(seen, variants=small))
+        variants = variant_settings(self._config, self.live)
         return {
             "mode": self.mode,
-            "trouble": self._trouble,
+            "trouble": self._trouble or self._contradiction(),
             "budget": budget_of(self._config, self.live),
             "budget_unit": budget_unit(self._config),
-            "targets": to_json({name: v.targets for name, v in self.settings().variants.items()}),
+            "targets": to_json({name: v.targets for name, v in variants.items()}),
+            "classes": to_json({name: v.classes for name, v in variants.items()}),
+            "unreachable": unreachable(self._config, self.live, self._times),
             # Seconds from an order to a ready worker, and to one that plays its other role, once seen.
             "startup_s": {"/".join(key): round(s, 2) for key, s in self._took.startups_s.items()},
             "flip_s": {"/".join(key): round(s, 2) for key, s in self._took.flips_s.items()},
@@ -365,6 +395,10 @@ class PlannerHost:
             "reason": self._decision.reason if self._decision is not None else None,
             "history": list(self._history),
         }
+
+
+def _anything(planner: LivePlanner) -> None:
+    """No check."""
 
 
 def _same(before: VariantDecision | None, wanted: VariantDecision) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-import msgspec
-
+from planner.observation import FittedTimes
 from planner.settings import PoolLimits, Settings, Targets, VariantSettings
 from serving.change_times import Key
 from serving.config import AppConfig, PoolConfig, SloTargets, Variant
-from serving.live_settings import LivePlanner
+from serving.errors import InvalidRequest, NotFound
+from serving.live_settings import LivePlanner, slo_of
 
 # Before one was seen. Streams of our own engines move within a second or two, others end first.
 FLIP_S = {"torch": 4.0, "sim": 4.0, "tensorrt_llm": 30.0}
@@ -23,26 +24,10 @@ def planner_settings(
     flips: Mapping[Key, float] | None = None,
 ) -> Settings:
     """`startups`, `flips`: seconds to a ready worker, and to one that plays its other role, where that was
-    seen. Raises ConfigError."""
-    startups, flips = startups or {}, flips or {}
+    seen. Raises ConfigError when the budget is below what the minimum of all pools costs."""
     planner = config.planner
-    variants = {}
-    for model in config.models:
-        changed = live.targets.get(model.name)
-        for variant in model.variants:
-            classes = model.slo.classes
-            variants[f"{model.name}/{variant.name}"] = VariantSettings(
-                targets=_targets(model.slo, msgspec.to_builtins(changed) if changed is not None else {}),
-                classes={name: _targets(slo, {}) for name, slo in classes.items()},
-                prefill=_limits(config, variant.prefill),
-                decode=_limits(config, variant.decode),
-                startup_s=startups.get((model.name, variant.name), planner.startup_s),
-                flip_s=flips.get((model.name, variant.name), FLIP_S[variant.engine.kind]),
-                flips=planner.flips and variant.prefill.replicas > 0 and _alike(variant),
-                idle_to_zero_s=planner.idle_to_zero_s,
-            )
     return Settings(
-        variants=variants,
+        variants=variant_settings(config, live, startups or {}, flips or {}),
         budget=budget_of(config, live),
         interval_s=planner.interval_s,
         predictor=planner.predictor,
@@ -51,6 +36,83 @@ def planner_settings(
         min_frontends=config.frontend.replicas,
         max_frontends=config.frontend.max_replicas or config.frontend.replicas,
     )
+
+
+def variant_settings(
+    config: AppConfig,
+    live: LivePlanner,
+    startups: Mapping[Key, float] | None = None,
+    flips: Mapping[Key, float] | None = None,
+) -> dict[str, VariantSettings]:
+    """By `model/variant`, whatever the budget."""
+    startups, flips = startups or {}, flips or {}
+    planner = config.planner
+    variants = {}
+    for model in config.models:
+        slo = slo_of(model.slo, live.targets.get(model.name))
+        for variant in model.variants:
+            variants[f"{model.name}/{variant.name}"] = VariantSettings(
+                targets=_targets(slo),
+                classes={name: _targets(own) for name, own in slo.classes.items()},
+                prefill=_limits(config, variant.prefill),
+                decode=_limits(config, variant.decode),
+                startup_s=startups.get((model.name, variant.name), planner.startup_s),
+                flip_s=flips.get((model.name, variant.name), FLIP_S[variant.engine.kind]),
+                flips=planner.flips and variant.prefill.replicas > 0 and _alike(variant),
+                idle_to_zero_s=planner.idle_to_zero_s,
+            )
+    return variants
+
+
+def unreachable(
+    config: AppConfig, live: LivePlanner, times: Mapping[Key, FittedTimes]
+) -> dict[str, list[str]]:
+    """By `model/variant`, targets that even a request alone on a worker misses, with the best value that
+    can be had."""
+    variants = variant_settings(config, live)
+    found = {"/".join(key): _unreachable(variants["/".join(key)], own) for key, own in times.items()}
+    return {name: targets for name, targets in found.items() if targets}
+
+
+def _unreachable(variant: VariantSettings, times: FittedTimes) -> list[str]:
+    a, b, c = times.prefill
+    ttft_ms, itl_ms = a + b + c / 2, sum(times.step)  # of one token; of one sequence of one token
+    found = []
+    for name, targets in {"": variant.targets, **variant.classes}.items():
+        prefix = f"classes.{name}." if name else ""
+        if targets.ttft_for(1) < ttft_ms:
+            found.append(f"{prefix}ttft_ms = {targets.ttft_ms:g} is out of reach; best is {ttft_ms:.1f} ms")
+        if targets.itl_ms < itl_ms:
+            found.append(f"{prefix}itl_ms = {targets.itl_ms:g} is out of reach; best is {itl_ms:.1f} ms")
+    return found
+
+
+def merged_targets(config: AppConfig, now: Mapping[str, Any], wished: Any) -> dict[str, Any]:
+    """Live targets by model, with what is `wished`. Raises InvalidRequest and NotFound."""
+    targets = dict(now)
+    known = {model.name: sorted(model.slo.classes) for model in config.models}
+    for model, changes in _by_name(wished, 'targets: give them by model, as in {"chat": {"ttft_ms": 500}}'):
+        if model not in known:
+            raise NotFound(f"targets: there is no model {model!r}; there are: {', '.join(sorted(known))}")
+        before = targets.get(model, {})
+        classes = dict(before.get("classes", {}))
+        for name, own in _by_name(
+            changes.get("classes"), 'classes: give them by name, as in {"batch": {"ttft_ms": 60000}}'
+        ):
+            if name not in known[model]:
+                there = ", ".join(known[model]) or "none"
+                raise NotFound(f"targets: {model!r} has no class {name!r}; there are: {there}")
+            classes[name] = {**classes.get(name, {}), **own}
+        targets[model] = {**before, **changes, "classes": classes}
+    return targets
+
+
+def _by_name(wished: Any, how: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    if not isinstance(wished or {}, dict) or not all(
+        isinstance(one, dict) for one in (wished or {}).values()
+    ):
+        raise InvalidRequest(how)
+    return (wished or {}).items()
 
 
 def budget_of(config: AppConfig, live: LivePlanner) -> float:
@@ -67,10 +129,8 @@ def budget_unit(config: AppConfig) -> str:
     return "GPUs" if _on_gpus(config) else "CPUs"
 
 
-def _targets(slo: SloTargets, changed: Mapping[str, float | None]) -> Targets:
-    names = ("ttft_ms", "ttft_ms_per_1k_tokens", "itl_ms", "percentile")
-    values = {name: getattr(slo, name) for name in names}
-    return Targets(**values | {name: value for name, value in changed.items() if value is not None})
+def _targets(slo: SloTargets) -> Targets:
+    return Targets(slo.ttft_ms, slo.ttft_ms_per_1k_tokens, slo.itl_ms, slo.percentile)
 
 
 def _limits(config: AppConfig, pool: PoolConfig) -> PoolLimits:

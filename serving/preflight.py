@@ -20,7 +20,8 @@ from serving.config import AppConfig, PoolConfig, load_config
 from serving.errors import ConfigError, StartError
 from serving.local.environment import owner_of
 from serving.local.ports import is_free
-from serving.serve_keys import check_keys
+from serving.serve_keys import check_keys, check_values
+from serving.yaml_file import load_yaml
 
 IMPORT_PATH = "serving.app:build"
 DEFAULT_REQUEST_S = 600.0
@@ -41,6 +42,13 @@ class Plan:
     @property
     def port(self) -> int:
         return int(self._http.get("port", 8000))
+
+    @property
+    def route_prefix(self) -> str:
+        """What comes before the API's paths: "", or "/llm"; of our first application."""
+        ours = [one for one in self.document["applications"] if one["import_path"] == IMPORT_PATH]
+        prefix = ours[0].get("route_prefix") if ours else None
+        return str(prefix or "/").rstrip("/")
 
     @property
     def _http(self) -> Mapping[str, Any]:
@@ -84,13 +92,15 @@ def find_config(name: str) -> Path:
         if (shipped / candidate).is_file() and path.parent.name in ("", "configs"):
             return shipped / candidate
     known = ", ".join(sorted(file.stem for file in shipped.glob("*.yaml")))
+    if path.is_dir():
+        raise ConfigError(f"{name}: is a directory; give a configuration file")
     raise ConfigError(f"{name}: no such file; shipped configurations: {known}")
 
 
 def read_plan(path: Path) -> Plan:
     """Raises ConfigError for a file that is no valid configuration of `serve run`."""
     try:
-        document = yaml.safe_load(path.read_text())
+        document = load_yaml(path.read_text())
     except yaml.YAMLError as error:
         where = (
             f":{error.problem_mark.line + 1}"
@@ -107,6 +117,7 @@ def read_plan(path: Path) -> Plan:
         )
     try:
         check_keys(document)
+        check_values(document)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.message}") from None
     applications = []

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import ray
 from ray import serve
+from ray._private.worker import global_worker
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_THROUGHPUT_OPTIMIZED
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
@@ -60,6 +61,17 @@ def warn_if_nice(log: logging.Logger) -> None:
         )
 
 
+def refuse_while_leaving() -> None:
+    """For `check_health`: raises RuntimeError once Serve has told this replica to stop.
+
+    Serve's controller forgets that when it dies: its successor would take the replica for one that runs,
+    stop a healthy one in its place, and never notice that this one has ended. Serve asks none that it knows
+    to be stopping.
+    """
+    if global_worker.actors[global_worker.actor_id]._replica_impl._shutting_down:
+        raise RuntimeError("Serve has told this replica to stop")
+
+
 def follow_members(handle: DeploymentHandle, on_members: Callable[[Members], None]) -> None:
     """Call `on_members` on this loop with every member list of the handle's deployment."""
     loop = asyncio.get_running_loop()
@@ -78,15 +90,16 @@ def address_of(members: Members) -> str | None:
     return addresses[-1] if addresses else None
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(role: str) -> None:
     """Ray collects a replica's stderr in its session's logs; our loggers write one line an event there.
+    `role`: frontend, control, or a worker's pool.
 
     The process's own stderr, not `sys.stderr`: Serve puts a logger there that walks the stack per line.
     """
     logger = logging.getLogger("kvrelay")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.__stderr__)
-        handler.setFormatter(JsonLines())
+        handler.setFormatter(JsonLines(role, serve.get_replica_context().replica_id.unique_id))
         logger.addHandler(handler)
         logger.propagate = False
         logger.setLevel(logging.INFO)

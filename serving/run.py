@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from serving.engine.base import FinishReason, Mode, TokenLogprobs
+from serving.engine.base import MOST_PARKED, FinishReason, Mode, TokenLogprobs
 from serving.errors import Unavailable
 from serving.generation import GenerationInfo, GenerationRequest, Sink
 from serving.wire import WIRE_VERSION, Message
@@ -23,6 +23,12 @@ class WorkerEntry:
     send: Callable[[Message], None]
     wire_version: int = WIRE_VERSION
     waiting: int | None = None  # its requests that do not run, as it last said
+    parked: frozenset[int] | None = None  # attempts that only lack room there; None: it does not tell
+
+    def parks(self, attempt: int) -> bool:
+        """It lacks room there, for all that we know."""
+        parked = self.parked
+        return parked is not None and (attempt in parked or len(parked) >= MOST_PARKED)
 
 
 class Stage(str, Enum):
@@ -67,6 +73,7 @@ class Run:
         "failed_on",
         "failed_steps",
         "final",
+        "handoff",
         "info",
         "last_s",
         "limit_s",
@@ -75,6 +82,7 @@ class Run:
         "move",
         "move_after_s",
         "next_position",
+        "parked_s",
         "pending",
         "pending_logprobs",
         "placements",
@@ -100,6 +108,7 @@ class Run:
         self.attempts: dict[int, Attempt] = {}
         self.failed_on: set[str] = set()
         self.failed_steps = 0  # engines that raised while they computed it
+        self.handoff = True  # False: workers that were to hand its KV over turned out not to be alike
         self.placements = 0
         self.tries = 0  # placements since a token was decoded
         self.requeues = 0  # placements because another worker would compute it sooner
@@ -122,6 +131,7 @@ class Run:
         self.last_s = now_s
         self.stage = Stage.QUEUE
         self.stage_s = now_s
+        self.parked_s = now_s  # when it was last known to lack only room
         self.deadline_s = float("inf")
         self._cancel = cancel
 
@@ -132,6 +142,15 @@ class Run:
 
     def cancel(self, outcome: str = "cancelled") -> None:
         self._cancel(self, outcome)
+
+    def take_early(self) -> None:
+        """Append the tokens that waited for the one just appended."""
+        while (waiting := self.early.pop(self.next_position, None)) is not None:
+            token, logprobs = waiting
+            self.pending.append(token)
+            if self.logprobs and logprobs is not None:
+                self.pending_logprobs.append(logprobs)
+            self.next_position += 1
 
     def enter(self, stage: Stage, now_s: float) -> None:
         self.stage = stage

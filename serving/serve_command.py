@@ -20,10 +20,11 @@ from serving.start_screen import StartScreen
 READY_S = 180.0
 WATCH_S = 0.5
 LOG_LINES = 12
+CLOSE_S = 10.0  # the longest that answers in flight hold up a stop
 
 
 class _Signals:
-    """The first SIGINT, SIGTERM or SIGHUP interrupts the main thread, the second makes `stop` kill."""
+    """The first SIGINT, SIGTERM or SIGHUP interrupts the main thread, the second ends every wait."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._cluster = cluster
@@ -40,8 +41,10 @@ class _Signals:
         self._cluster.hurry()
 
 
-def serve(plan: Plan, *, host: str, port: int, cpus: float, ready: Callable[[str], None]) -> int:
-    """Serve `plan` until a signal (returns 0). Raises StartError if it cannot start or Ray ends."""
+def serve(plan: Plan, *, host: str, port: int, cpus: float, ready: Callable[[str, Path], None]) -> int:
+    """Serve `plan` until a signal (returns 0). Raises StartError if it cannot start or Ray ends.
+
+    `ready` hears the API's URL and the directory of the logs."""
     handle, name = tempfile.mkstemp(prefix=f"kvrelay-{port}-", suffix=".log")
     os.close(handle)
     log = Path(name)
@@ -56,13 +59,17 @@ def serve(plan: Plan, *, host: str, port: int, cpus: float, ready: Callable[[str
             cluster.start()
             screen.say("starting Serve")
             cluster.serve(
-                plan.path, timeout_s=READY_S, on_status=lambda s: screen.say(f"waiting for {s.summary}")
+                plan.path,
+                timeout_s=READY_S,
+                on_status=lambda s: screen.say(f"waiting for {s.summary}"),
+                health_path=plan.route_prefix + "/health",
             )
-        ready(cluster.url)
+        ready(cluster.url + plan.route_prefix, cluster.logs)
         while True:
             time.sleep(WATCH_S)
             cluster.check()
     except KeyboardInterrupt:
+        cluster.close(limit_s=CLOSE_S, waits=_say_waits)
         print("Stopping.", file=sys.stderr, flush=True)
         log.unlink(missing_ok=True)
         return 0
@@ -71,6 +78,15 @@ def serve(plan: Plan, *, host: str, port: int, cpus: float, ready: Callable[[str
         raise StartError(_with_log(error.message, log)) from None
     finally:
         cluster.stop()
+
+
+def _say_waits(answers: int) -> None:
+    print(
+        f"Waiting up to {CLOSE_S:g} s for {answers} answer{'s' * (answers != 1)} in flight; "
+        "Ctrl-C again stops now.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _with_log(message: str, log: Path) -> str:

@@ -19,15 +19,15 @@ def load_profile(profile: str | SimProfile | None) -> SimProfile:
         return profile
     if profile is None:
         raise ConfigError("engine.profile is missing; engine kind 'sim' needs one")
-    path = Path(profile)
-    if path.suffix != ".json":
-        path = Path(str(resources.files(_PACKAGE) / "profiles" / f"{profile}.json"))
+    shipped = Path(str(resources.files(_PACKAGE) / "profiles"))
+    named = {path.stem: path for path in shipped.glob("*.json")}
     try:
+        path = Path(profile) if profile.endswith(".json") else named[profile]
         return msgspec.json.decode(path.read_bytes(), type=SimProfile)
-    except FileNotFoundError:
-        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.json"))) or "none"
+    except (KeyError, OSError):
         raise ConfigError(
-            f"engine.profile = {profile!r}: no such profile; in {path.parent}: {known}"
+            f"engine.profile = {profile!r}: no such profile; allowed: {', '.join(sorted(named))}, "
+            "or the path of a .json file"
         ) from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"engine.profile = {profile!r}: {error}") from None

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from planner.profile import device_name
+from planner.profile import provenance_of
 from planner.timing_profile import check_profile, load_profile
 from serving.config import Variant
 from serving.errors import ConfigError, StartError
 
 
-def check_times(variant: Variant, weights_digest: str) -> None:
-    """Raises StartError, one line, for a profile of another model, engine, precision or device: it would be
-    believed. Simulated engines are whatever their profile says."""
+def check_times(variant: Variant, weights_digest: str, role: str) -> None:
+    """Raises StartError, one line, for a profile of another model, engine, precision, device or layout than
+    a worker of the pool `role` has: it would be believed. Simulated engines are what their profile says."""
     if variant.times is None or variant.engine.kind == "sim":
         return
     try:
-        check_profile(
-            load_profile(Path(variant.times)),
-            weights_digest=weights_digest,
-            engine=variant.engine.kind,
-            dtype=variant.engine.dtype,
-            device=device_name(variant),
-            path=variant.times,
-        )
+        here = provenance_of(variant, weights_digest, role)
+        check_profile(load_profile(Path(variant.times)), here, variant.times)
     except ConfigError as error:
         raise StartError(f"variant {variant.name!r}: {error.message}") from None

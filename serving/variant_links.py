@@ -43,7 +43,6 @@ class _Worker:
     ident: str
     pool: str  # prefill | decode: Serve's deployment
     epoch: int
-    layout: str
     address: str
     view: WorkerView
     provenance: dict[str, Any]  # serving.provenance; empty from a worker that does not say
@@ -123,7 +122,6 @@ class VariantLinks:
             ident=ident,
             pool=pool,
             epoch=int(str(meta["epoch"])),
-            layout=str(meta["layout"]),
             address=str(meta["address"]),
             view=WorkerView(
                 ident=ident,
@@ -131,6 +129,7 @@ class VariantLinks:
                 block_tokens=int(str(meta["block_tokens"])),
                 total_blocks=int(str(meta["total_blocks"])),
                 max_batch=int(str(meta["max_batch"])),
+                layout=str(meta["layout"]),
             ),
             provenance=dict(provenance) if isinstance(provenance, dict) else {},
         )
@@ -245,7 +244,9 @@ class VariantLinks:
             self._empty(worker)
 
     def _on_load(self, worker: _Worker, load: LoadReport) -> None:
-        self._entries[worker.ident].waiting = load.waiting
+        entry = self._entries[worker.ident]
+        entry.waiting = load.waiting
+        entry.parked = None if load.parked is None else frozenset(load.parked)
         if load.role and load.role != worker.role:
             log.info("%s: worker %s now plays %s", self.name, worker.ident, load.role)
             worker.view = replace(worker.view, role=load.role)
@@ -257,7 +258,7 @@ class VariantLinks:
         """Tell whoever may read of the prefill workers, so that agents connect ahead of need."""
         peers = Peers(
             [
-                PeerAddress(worker.address, worker.ident, worker.epoch, worker.layout)
+                PeerAddress(worker.address, worker.ident, worker.epoch, worker.view.layout)
                 for worker in self._workers.values()
                 if worker.role == "prefill" and worker.ident in self._entries
             ]
@@ -312,6 +313,11 @@ class VariantLinks:
     def can_answer(self) -> bool:
         """Some decode worker is linked, be it a leaving one."""
         return any(w.role == "decode" and w.ident in self._entries for w in self._workers.values())
+
+    @property
+    def has_decoders(self) -> bool:
+        """Serve lists some decode worker, linked or not."""
+        return any(worker.role == "decode" and worker.member for worker in self._workers.values())
 
     def ills(self) -> dict[str, str]:
         """What workers say is wrong with them, by ident."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -31,16 +32,17 @@ from serving.replica import (
     follow_members,
     link_host,
     log_to_stderr,
+    refuse_while_leaving,
     replica_identity,
     warn_if_nice,
 )
 from serving.times_check import check_times
 from serving.wire import Register
+from serving.worker_drain import until_unneeded
 from serving.worker_host import WorkerHost
 from serving.worker_orders import OrderedWorker
 
-DRAIN_POLL_S = 0.05
-QUIET_S = 0.25  # a leaving worker is done when nothing came for so long: submits may be on their way
+log = logging.getLogger("kvrelay.worker")
 
 
 class Worker:
@@ -49,14 +51,15 @@ class Worker:
     async def __init__(  # type: ignore[misc]
         self, args: dict[str, Any], model: str, variant: str, role: str, control: DeploymentHandle
     ) -> None:
-        log_to_stderr()
+        began_s = time.monotonic()
+        log_to_stderr(role)
         warn_if_nice(logging.getLogger("kvrelay.worker"))
         config = load_config(args)
         me = replica_identity("worker", config.link)
         key = link_key(config.link, application_name())
         spec = find_variant(config, model, variant)
         self._provenance = await asyncio.to_thread(start_provenance, spec, role)  # refuses before it loads
-        await asyncio.to_thread(check_times, spec, self._provenance.weights_digest)
+        await asyncio.to_thread(check_times, spec, self._provenance.weights_digest, role)
         engine: Engine = await asyncio.to_thread(partial(build_engine, spec, role, **engine_place(spec)))
         transfer = MovedElsewhere if engine.capabilities.moves_kv else NixlTransfer
         registry = Registry({"model": model, "variant": variant, "pool": role, "worker": me.ident})
@@ -87,6 +90,17 @@ class Worker:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         follow_members(control, self._on_control)
+        told = {
+            **labels,
+            "weights": spec.weights,
+            "engine": self._provenance.engine,
+            "kv_dtype": self._provenance.kv_dtype,
+            "blocks": engine.memory.n_blocks,
+            "block_tokens": engine.block_tokens,
+            "address": self._address,
+            "load_s": time.monotonic() - began_s,
+        }
+        log.info("ready", extra={"fields": told})
 
     def _on_control(self, members: Members) -> None:
         address = address_of(members)
@@ -111,19 +125,14 @@ class Worker:
 
     async def check_health(self) -> None:
         """Raises when the engine is of no use any more, so that Serve replaces the replica."""
+        refuse_while_leaving()
         self._host.check_alive()
 
     async def __del__(self) -> None:
         """Awaited by Serve's graceful shutdown: link streams are invisible to it, so they drain here."""
-        loop = asyncio.get_running_loop()
         await self._ordered.stop()
         self._host.drain("leaves")
-        deadline_s = loop.time() + self._drain_s
-        quiet_since_s = loop.time()
-        while loop.time() < deadline_s and loop.time() - quiet_since_s < QUIET_S:
-            await asyncio.sleep(DRAIN_POLL_S)
-            if self._host.busy:
-                quiet_since_s = loop.time()
+        await until_unneeded(self._host, self._drain_s)
         await self._control.stop()
         await self._host.stop()
 

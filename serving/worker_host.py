@@ -27,11 +27,12 @@ from serving.kv.peer_link import PeerLinks
 from serving.kv.reader import KvReader
 from serving.kv.transfer import TransferCounters
 from serving.link import Identity, Link, LinkServer, dial
-from serving.load_report import load_report, tell_others
+from serving.load_report import ReportPeriod, load_report, tell_others
 from serving.metrics import Registry
 from serving.outbox import Outbox, Outgoing
 from serving.submitted import read_submit
 from serving.wire import (
+    LAYOUT,
     STEP,
     AnyMessage,
     Attach,
@@ -61,7 +62,6 @@ from serving.worker_metrics import WorkerMetrics
 log = logging.getLogger("kvrelay.worker")
 
 MOST_ATTEMPTS = 1 << 16  # at once, of all frontends
-LOAD_PERIOD_S = 0.02  # steps can be shorter than anybody can use a report
 READER_MESSAGES = (PeerHello, Attach, Lend, Ready, Renew, Confirm, Detach)
 
 
@@ -93,7 +93,7 @@ class WorkerHost:
         self.engine = engine
         self.kv_io = kv_io
         self._loop = asyncio.get_running_loop()
-        self._server = LinkServer(me, key, self, beat=self._beat)
+        self._server = LinkServer(me, key, self, beat=self.beat)
         self._frontends: set[Link] = set()
         self._snapshots: set[Link] = set()  # being made for these
         self._owners: dict[AttemptId, Link] = {}
@@ -101,12 +101,12 @@ class WorkerHost:
         self._outputs: deque[StepOutput | _Chains] = deque()
         self._flush_due = False
         self._event_seq = 0
-        self._load_sent_s = 0.0
+        self._reports = ReportPeriod(self._loop, self._schedule_flush)
         self._last = Beat()
         self._drains: frozenset[DrainReason] = frozenset()
         self.peers = PeerLinks(
             me=me,
-            dial=lambda address, handler: dial(address, me, key, handler, beat=self._beat),
+            dial=lambda address, handler: dial(address, me, key, handler, beat=self.beat),
             kv_io=kv_io,
             layout=engine.layout,
         )
@@ -210,7 +210,7 @@ class WorkerHost:
     def play(self, role: str) -> None:
         """From now on this is what it says it does: prefill or decode. It can do both all the time."""
         self.role = role
-        self._load_sent_s = 0.0
+        self._reports.now()
         self._schedule_flush()
 
     def check_alive(self) -> None:
@@ -222,7 +222,7 @@ class WorkerHost:
     def on_open(self, link: Link) -> None:
         if link.peer is not None and link.peer.kind == "frontend":
             self._frontends.add(link)
-            self._load_sent_s = 0.0
+            self._reports.now()
             if self.draining:
                 link.send(Draining(True))
             self._schedule_flush()
@@ -257,7 +257,8 @@ class WorkerHost:
         else:
             link.close(f"{type(message).__name__} is not for a worker")
 
-    def _beat(self) -> Beat:
+    def beat(self) -> Beat:
+        """What every link tells of this worker."""
         return Beat(self._last.step, self._last.runnable, self.canary.ill)
 
     def work_is_runnable(self) -> None:
@@ -321,13 +322,13 @@ class WorkerHost:
         if link is not None:
             link.send(Step(begun=[Begun(attempt, 0)]))
 
-    def _on_read_failed(self, attempt: AttemptId, message: str, retryable: bool) -> None:
+    def _on_read_failed(self, attempt: AttemptId, message: str, alike: bool) -> None:
         """The role freed its blocks."""
         link = self._owners.get(attempt)
         self.prefill.on_failed(attempt, message)
         self._forget(attempt)
         if link is not None:
-            link.send(Step(ended=[Ended(attempt, "", message, retryable)]))
+            link.send(Step(ended=[Ended(attempt, "" if alike else LAYOUT, message, retryable=True)]))
 
     # ------------------------------------------------------------ engine output
 
@@ -432,12 +433,10 @@ class WorkerHost:
             outboxes[link].ended.append(ended)
 
     def _load_report(self) -> LoadReport | None:
-        now = self._loop.time()
         load = self.metrics.load
-        if load is None or now - self._load_sent_s < LOAD_PERIOD_S:
+        if load is None or not self._reports.is_due():
             return None
-        self._load_sent_s = now
-        return load_report(load, self.role, self.reader.take_moves(), now)
+        return load_report(load, self.role, self.reader.take_moves(), self._loop.time())
 
     def _on_snapshot(self, link: Link, runs: list[StoredRun]) -> None:
         """On the engine's thread."""

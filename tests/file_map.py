@@ -1,4 +1,4 @@
-"""Writes the README's map, one line a file, from the files' own first lines: `python -m tests.file_map`."""
+"""Writes docs/files.md, one line a file, from the files' own first lines: `python -m tests.file_map`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
-HEADING = "## Every file\n"
-MARK = "<!-- Written by `make map` from the first line of each file. -->\n"
+PAGE = ROOT / "docs" / "files.md"
+HEAD = """# Every file
+
+<!-- Written by `make map` from the first line of each file. -->
+
+"""
 
 # Files that cannot say themselves what they are.
 SAID = {
@@ -29,8 +32,7 @@ SAID = {
 
 
 def main() -> None:
-    text = README.read_text()
-    README.write_text(text[: text.index(HEADING)] + HEADING + "\n" + MARK + "\n" + file_map())
+    PAGE.write_text(HEAD + file_map())
 
 
 def file_map() -> str:

@@ -20,14 +20,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvrouter.cost import Candidate, Demand, Terms
+from kvrouter.cost import EVEN, Candidate, Demand, Terms
 from kvrouter.policies.policy import Policy
 
 __all__ = ["TtftRegret"]
 
 EVICTION_WEIGHT = 0.5  # flat between 0.25 and 1 on the traces
 SESSION_MS = 5.0  # a session stays where it is unless another worker is this much better
-EVEN = 0.005  # of the ITL, a request in flight: about the models' own error
 MATCH_MS = 1e-6  # decides between equal ITLs only
 
 

@@ -200,6 +200,9 @@ class BlockStates:
         return self.total == self.used + self.leased + self.quarantined + self.cached + self.free
 
 
+MOST_PARKED = 64  # told; that many may be more
+
+
 @dataclass(slots=True)
 class Load:
     """What the engine looks like right after a step."""
@@ -218,6 +221,9 @@ class Load:
     # Sequences that the step decoded and the KV tokens they held; (0, 0) if it computed prompts as well.
     # None: it does not tell.
     decoded: tuple[int, int] | None = None
+    # Those that only lack room: blocks for KV that a peer has, or a place in the batch, or the blocks they
+    # gave way to others. The first `MOST_PARKED`. None: it does not tell.
+    parked: list[AttemptId] | None = None
 
 
 @dataclass(slots=True)
@@ -347,7 +353,7 @@ class Engine(Protocol):
         """Call `callback` on the engine's thread with all cached content, exactly between two outputs."""
 
     def stop(self) -> None:
-        """End the thread; waits for the running step. The memory stays allocated."""
+        """End the thread; waits for the running step, a few seconds at most. The memory stays allocated."""
 
 
 class SelfMovingEngine(Engine, Protocol):

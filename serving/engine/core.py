@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # Of a runner that says nothing else; serving.engine.factory tells frontends the same.
 CAPABILITIES = Capabilities(migrate_kv=True)
+STOP_S = 5.0  # for the running step to end; a runner that hangs ends with the process
 LOST_STEPS = 3  # in a row that none of several requests survived: it is the engine, not what it was asked
 
 
@@ -154,7 +155,9 @@ class EngineCore:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(STOP_S)
+            if self._thread.is_alive():
+                log.error("the engine hangs: its thread did not end within %g s and is left behind", STOP_S)
 
     def _post(self, verb: Callable[[], None]) -> None:
         with self._wake:

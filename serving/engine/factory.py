@@ -72,7 +72,16 @@ def build_engine(
         )
     from serving.engine.trtllm.build import build_trtllm_engine
 
-    pool = variant.prefill if role == "prefill" else variant.decode
+    shapes = {
+        "prefill": variant.prefill.parallel or variant.parallel,
+        "decode": variant.decode.parallel or variant.parallel,
+    }
     return build_trtllm_engine(
-        config, directory, pool.parallel or variant.parallel, role, gpus=gpus, placement=placement
+        config,
+        directory,
+        shapes[role],
+        role,
+        gpus=gpus,
+        placement=placement,
+        topology=">".join(f"tp{shape.tensor}pp{shape.pipeline}" for shape in shapes.values()),
     )

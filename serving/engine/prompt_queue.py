@@ -27,8 +27,9 @@ Why everybody gets done:
 from __future__ import annotations
 
 from bisect import insort
+from itertools import chain, islice
 
-from serving.engine.base import AttemptId, Counters
+from serving.engine.base import MOST_PARKED, AttemptId, Counters
 from serving.engine.live_sequence import BlockTables, LiveSequence, Stage
 from serving.engine.sequence import PrefillSlice
 
@@ -46,6 +47,7 @@ class PromptQueue:
         self._remote: list[LiveSequence] = []  # in order: waiting for room for a peer's KV
         self._started: list[LiveSequence] = []  # those of `_prompts` in PREFILL
         self._shortened: list[LiveSequence] = []  # those of them that wait and hold what they announced
+        self._preempted: dict[AttemptId, None] = {}  # those of them that decoded before
 
     def __bool__(self) -> bool:
         return bool(self._prompts or self._remote)
@@ -69,14 +71,24 @@ class PromptQueue:
         """Attempt, tokens left and due time of the first `MOST_TOLD`."""
         return [(seq.attempt, seq.left, seq.due_s) for seq in self._prompts[:MOST_TOLD]]
 
+    def parked(self, ready: list[LiveSequence]) -> list[AttemptId]:
+        """See Load: decodes that gave way, until they are back, `ready` ones, and whose KV a peer has."""
+        if not (self._preempted or ready or self._remote):
+            return []
+        waiting = (seq.attempt for seq in chain(ready, self._remote))
+        return list(islice(chain(self._preempted, waiting), MOST_PARKED))
+
     def add(self, seq: LiveSequence) -> None:
         """`seq` waits; `due_s`, `number` and `left` are set."""
         seq.stage = Stage.WAITING
         insort(self._remote if seq.remote else self._prompts, seq)
         self.todo += seq.left
+        if seq.begun:
+            self._preempted[seq.attempt] = None
 
     def remove(self, seq: LiveSequence) -> None:
         """Its prompt is done, or it is over; its blocks are the caller's to free."""
+        self._preempted.pop(seq.attempt, None)
         if seq.stage is not Stage.RESERVED:
             (self._remote if seq.remote else self._prompts).remove(seq)
             if seq.stage is Stage.PREFILL:

@@ -7,7 +7,8 @@ A step computes all decodes, one token each, then prompt slices under the token 
 which prompts are due (PromptQueue: also who holds blocks, and who gives them back). When a decode finds no
 block for its next token the newest decode is preempted: its blocks stay in the cache, from now on it is
 due since it arrived, and it is computed again with its generated tokens. The oldest decode therefore always
-goes on, and a request that the whole pool cannot hold fails.
+goes on. A prompt that the whole pool cannot hold fails; an answer that has filled it ends, as at the end of
+the context.
 """
 
 from __future__ import annotations
@@ -250,6 +251,7 @@ class Scheduler:
             prompts=self._prompts.first(),
             computed_tokens=self.counters.prompt_tokens_computed,
             decoded=self._decoded,
+            parked=self._prompts.parked(self._ready),
         )
 
     def schedule(self, decode: bool = True) -> StepPlan:
@@ -357,9 +359,8 @@ class Scheduler:
         self._out.chunks += self._shares.lose(seq.attempt)
         seq.left = self._tables.give_back(seq)
         self.counters.preemptions += 1
-        if (why := self._tables.too_large(seq)) is not None:
-            del self._live[seq.attempt]
-            self._out.failed.append(Failed(seq.attempt, why))
+        if self._tables.too_large(seq) is not None:
+            self._finish(seq, FinishReason.LENGTH)
             return
         seq.due_s = seq.arrived_s
         self._prompts.add(seq)

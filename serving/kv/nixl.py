@@ -238,7 +238,7 @@ class NixlTransfer:
 
 
 def _transports_hint() -> str:
-    """Where there is a GPU, used or not, NIXL refuses transports without one for CUDA, and tells only a log."""
+    """Where there is a GPU, used or not, NIXL wants a transport for CUDA, and its error does not say so."""
     allowed = os.environ.get("UCX_TLS", "all")
     if allowed == "all" or "cuda" in allowed or not DRIVER_FILE.exists():
         return ""

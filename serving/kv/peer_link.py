@@ -209,6 +209,8 @@ class PeerLinks:
         try:
             link.send(PeerHello(self._kv_io.metadata, self._layout))
             answer = await welcome
+        except PeerGone as error:
+            raise PeerGone(f"{address}: {error.message}") from None
         finally:
             del self._welcomes[link]
         if answer.n_blocks > MOST_BLOCKS or answer.kind not in ("DRAM", "VRAM"):
@@ -225,7 +227,7 @@ class PeerLinks:
         try:
             await self.ensure(peer.address, peer.epoch, CONNECT_S)
         except KVRelayError as error:
-            log.info("not connected ahead of need to %s: %s", peer.address, error)
+            log.info("not connected ahead of need: %s", error)
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Peer]) -> None:
         del self._opening[key]

@@ -48,6 +48,7 @@ from serving.wire import (
 RENEWALS_PER_LEASE = 3
 FASTEST_RENEWAL_S = 0.05  # however short a lease the owner claims to give
 TOKEN_BYTES = 4  # on the wire
+OVERDUE_S = 1.0  # its frontend ends a request on time; this is for one that does not
 
 
 class NothingToRead(Exception):
@@ -101,7 +102,7 @@ class Job:
         loop = asyncio.get_running_loop()
         self.reserved = loop.create_future()
         self.moved = loop.create_future()
-        self.until_s = loop.time() + self.submit.deadline_ms / 1e3
+        self.until_s = loop.time() + self.submit.deadline_ms / 1e3 + OVERDUE_S
 
     @property
     def attempt(self) -> AttemptId:
@@ -227,7 +228,7 @@ class KvReader:
         try:
             async with asyncio.timeout_at(job.until_s):
                 await self._connected(job)
-                reserved = await self._reserved(job)
+                reserved = await job.reserved  # its frontend sees who lacks room, and for how long
                 job.n_blocks = reserved.n_cached
                 if job.whole or reserved.n_cached < len(reserved.blocks):
                     await self._bring(job, reserved)
@@ -256,14 +257,6 @@ class KvReader:
     async def _connected(self, job: Job) -> Peer:
         deadline_s = min(self._deadlines.transfer_ms / 1e3, job.answer_s)
         return await self._peers.ensure(job.address, job.epoch, deadline_s)
-
-    async def _reserved(self, job: Job) -> Reserved:
-        queue_ms = self._deadlines.queue_ms
-        try:
-            async with asyncio.timeout(queue_ms / 1e3):
-                return await job.reserved
-        except TimeoutError:
-            raise TransferTimeout(f"no room for the prompt's KV within {queue_ms:.0f} ms") from None
 
     async def _read_chunks(
         self, job: Job, peer: Peer, reserved: Reserved, reads: asyncio.TaskGroup

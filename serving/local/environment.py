@@ -15,6 +15,8 @@ from serving.gpu_probe import DRIVER_FILE
 from serving.local.ports import PortBlock
 
 MARKER = "KVRELAY_LOCAL_CLUSTER"  # its value, one a cluster, marks every process the cluster started
+CLOSING = "KVRELAY_CLOSING_DIRECTORY"  # where its frontends listen for the order to close
+ADMIN_KEY_FILE = "KVRELAY_ADMIN_KEY_FILE"  # what `kvrelay admin --key-file` is without being given
 HAPROXY_HARD_STOP_S = 3600  # at least: a reload cuts streams that are older than this
 
 # Idle OpenMP threads sleep instead of spinning: workers share cores.
@@ -33,6 +35,16 @@ def marker_of(pid: int) -> str | None:
             if entry.startswith(MARKER.encode() + b"="):
                 return entry.partition(b"=")[2].decode(errors="replace")
     return None
+
+
+def closing_directory() -> Path | None:
+    """Where a frontend listens for the order to close; None but in a local cluster."""
+    directory = os.environ.get(CLOSING)
+    return None if directory is None else Path(directory)
+
+
+def admin_key_file() -> str | None:
+    return os.environ.get(ADMIN_KEY_FILE) or None
 
 
 def owner_of(pid: int) -> int | None:
@@ -61,6 +73,7 @@ def cluster_environment(
     """
     env = _inherited() | {
         MARKER: marker,
+        CLOSING: str(directory / "closing"),
         "RAY_USAGE_STATS_ENABLED": "0",
         # A token of this cluster's own: other users of the machine cannot submit work to it.
         "RAY_AUTH_MODE": "token",
@@ -71,6 +84,8 @@ def cluster_environment(
         # Serve's own metrics ten times a second are a fifth of an idle replica's CPU.
         "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
     }
+    # All of it is on this machine: UCX listens on no other interface, unless somebody chose one.
+    env.setdefault("UCX_NET_DEVICES", "lo")
     if flags:
         env |= node_environment(longest_request_s) | _own_haproxy(directory, ports)
     return env | dict(extra)

@@ -3,7 +3,7 @@
     ... up head a:pool=prefill b:pool=decode    start; the first is Ray's head; NAME[:LABEL=VALUE[,...]]
     ... deploy configs/multi-node.yaml          and wait until it answers; prints the URL
     ... replicas                                which deployment runs where
-    ... exec NODE COMMAND ...                   run a command on a node, as `ray status`
+    ... exec NODE COMMAND ...                   run a command on a node, as `exec b ip addr`
     ... fault cut b | cut a b [--one-way] | slow b 200mbit | delay b 50 | heal b
     ... fault kill b [--silently] | leave b     the node is lost, or drains
     ... start b                                 a node that was lost comes back

@@ -47,6 +47,9 @@ class Family:
         """Let an `end` that waits, now or later, kill at once."""
         self._hurry.set()
 
+    def hurried(self) -> bool:
+        return self._hurry.is_set()
+
     def end(self, *, grace_s: float, kill_s: float = 3.0) -> None:
         """Ask every process to end, newest first, wait up to `grace_s`, then kill what is left.
 

@@ -46,6 +46,9 @@ _RAISED = re.compile(
 )
 # Of HAProxy, whose exception begins with notices that mean nothing.
 _CANNOT_BIND = re.compile(r"\[ALERT\].*(?P<text>cannot bind socket .*\])")
+# pydantic's, of Serve's own schema: the setting and what is wrong with it are the next two lines.
+_VALIDATION = re.compile(r"\d+ validation errors? for \w+$")
+_NO_CAUSE = "For further information visit"
 _OURS = ("ConfigError", "StartError", "LayoutMismatch")
 
 
@@ -56,8 +59,12 @@ def failure_line(message: str, *, only_raised: bool = False) -> str:
     exception: the last line, or with `only_raised` "".
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(_NO_CAUSE)]
     if (alert := _CANNOT_BIND.search(message)) is not None:
         return f"HAProxy {alert['text']}"
+    for line, setting, problem in zip(lines, lines[1:], lines[2:], strict=False):
+        if _VALIDATION.search(line):
+            return f"{setting}: {problem.partition(' [type=')[0]}"
     raised = [found for line in lines if (found := _RAISED.match(line))]
     raised = [found for found in raised if not found["text"].startswith("Traceback")]
     for found in reversed(raised):

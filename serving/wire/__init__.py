@@ -70,6 +70,7 @@ from serving.wire.peer import (
     loan_of,
 )
 from serving.wire.worker import (
+    LAYOUT,
     STEP,
     Begun,
     Cancel,
@@ -141,6 +142,7 @@ def decode(data: bytes | memoryview) -> AnyMessage:
 
 
 __all__ = [
+    "LAYOUT",
     "OLDEST_WIRE_VERSION",
     "STEP",
     "WIRE_VERSION",

@@ -132,6 +132,8 @@ class FrontendReport(Message, tag="demand"):
     queue_age_ms: Amount  # of the oldest of them
     decoding: U64
     fitted: Fitted | None = None
+    # (prompt, output so far) tokens of the answers that are not complete (since 2).
+    going: Annotated[list[tuple[int, int]], MANY] | None = None
 
 
 class AdminRequest(Message, tag="admin?"):

@@ -7,7 +7,8 @@ from serving.wire.fields import U64
 
 
 class Hello(Message, tag="hello"):
-    """First frame of both sides: who I am, and the nonce the other side must sign."""
+    """First frame of both sides: who I am, and the nonce the other side must sign. No proof covers fields
+    that come to be after `nonce`: older ends do not know them."""
 
     wire: int
     oldest_wire: int
@@ -19,7 +20,7 @@ class Hello(Message, tag="hello"):
 
 
 class Proof(Message, tag="proof"):
-    """HMAC-SHA256 over both hellos, keyed by the link key; direction-bound."""
+    """HMAC-SHA256 over both hellos (serving.link.SIGNED_FIELDS), keyed by the link key; direction-bound."""
 
     mac: bytes
 

@@ -92,12 +92,15 @@ class Logprobs(msgspec.Struct, array_like=True):
     top: Annotated[list[tuple[U64, float]], FEW]
 
 
-STEP = "step"  # Ended.reason
+# Ended.reason
+STEP = "step"
+LAYOUT = "layout"
 
 
 class Ended(msgspec.Struct, array_like=True):
     """Attempt over on this worker. `reason`: stop | length | moved (a reader of a live hand-off goes on
-    with it, since 2); or, with `error`, failed: STEP when computing it raised."""
+    with it, since 2); or, with `error`, failed: STEP when computing it raised, LAYOUT when the owner of its
+    KV has it in another layout."""
 
     attempt: U64
     reason: str
@@ -144,6 +147,7 @@ class LoadReport(msgspec.Struct, array_like=True):
     computed_tokens: U64 | None = None  # of prompts, since this epoch began (since 2)
     # Sequences that the step decoded, KV tokens they held; 0, 0 if it computed prompts too (since 2).
     decoded: tuple[U64, U64] | None = None
+    parked: Annotated[list[U64], FEW] | None = None  # attempts that only lack room there (since 2)
 
 
 class Step(Message, tag="step"):

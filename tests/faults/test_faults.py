@@ -26,6 +26,7 @@ pytestmark = pytest.mark.timeout(300)
         ("sigkill_prefill_transferring", 2000),
         ("sigstop_decode", 6000),  # the silence deadline, and a busy machine's 2 s
         ("scale_down_3_to_1", 2000),
+        ("sigkill_controller_draining", 2000),
     ],
 )
 def test_streams_go_on(

@@ -57,16 +57,24 @@ PLAIN = [
 ]
 
 
-def config(profile: SimProfile, kv_bytes: int, **settings: Any) -> AppConfig:
+def config(
+    profile: SimProfile,
+    kv_bytes: int,
+    max_batch: int = 64,
+    slo: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AppConfig:
     engine = {
         "kind": "sim",
         "block_tokens": BLOCK_TOKENS,
         "chunk_tokens": 64,
         "kv_bytes": kv_bytes,
+        "max_batch": max_batch,
         "profile": profile,
     }
     variant = {"name": "main", "weights": "none", "engine": engine}
-    return load_config({"models": [{"name": "tiny", "variants": [variant]}], **settings})
+    model = {"name": "tiny", "variants": [variant], "slo": slo or {}}
+    return load_config({"models": [model], **settings})
 
 
 class SimWorker:
@@ -120,7 +128,7 @@ class SimWorker:
             "epoch": self.me.epoch,
             "role": self.role,
             "layout": self.engine.layout,
-            "block_tokens": BLOCK_TOKENS,
+            "block_tokens": self.engine.block_tokens,
             "total_blocks": self.engine.memory.n_blocks,
             "max_batch": 64,
             "provenance": msgspec.to_builtins(self.provenance),
@@ -154,6 +162,8 @@ class SimWorker:
 class App:
     """Use as `async with App(...)`; leaving it checks that nothing is held anywhere."""
 
+    worker_type = SimWorker
+
     def __init__(
         self,
         *,
@@ -174,8 +184,8 @@ class App:
         self.board = Switchboard()
         self.nixl = nixl
         self.control = ControlHost(me=Identity.fresh("control", "control"), key=self.key)
-        self.workers = [SimWorker(self, "prefill", n) for n in range(prefill)]
-        self.workers += [SimWorker(self, "decode", n) for n in range(decode)]
+        self.workers = [self.worker_type(self, "prefill", n) for n in range(prefill)]
+        self.workers += [self.worker_type(self, "decode", n) for n in range(decode)]
         self.dead: list[SimWorker] = []
         self.frontends = [
             FrontendHost(

@@ -13,6 +13,7 @@ from serving.config import load_config
 from serving.control_host import ControlHost, _Party
 from serving.errors import Unavailable
 from serving.link import Identity, Link
+from serving.missing_workers import MissingWorker
 from serving.planner_host import PlannerHost
 from serving.wire import ArrivalRow, FrontendReport, Message, Register, WorkerReport
 
@@ -27,6 +28,7 @@ class FakeServe:
         self.targets = {"m-main-prefill": prefill, "m-main-decode": decode, "Frontend": 1}
         self.running = dict(self.targets)
         self.calls: list[tuple[str, int]] = []
+        self.listed: frozenset[str] = frozenset()  # those without a link that are there all the same
         self.away = False
         self.starts = True  # what is ordered runs at once
         self.removals = asyncio.Semaphore(100)  # how many may end
@@ -35,7 +37,13 @@ class FakeServe:
         if self.away:
             raise Unavailable("Serve's controller did not answer")
         return {
-            name: ReplicaCounts(target, self.running[name], max(target - self.running[name], 0), 0)
+            name: ReplicaCounts(
+                target,
+                self.running[name],
+                max(target - self.running[name], 0),
+                stopping=0,
+                replicas=self.listed,
+            )
             for name, target in self.targets.items()
         }
 
@@ -60,11 +68,17 @@ class FakeLink:
 
 
 class Rig:
-    def __init__(self, mode: str = "act", **pool: Any) -> None:
+    def __init__(
+        self,
+        mode: str = "act",
+        slo: dict[str, Any] | None = None,
+        classes: dict[str, Any] | None = None,
+        **pool: Any,
+    ) -> None:
         engine = {"kind": "sim", "profile": {"step_ms": 10}}
         pools = {"max_replicas": 8, "cpus": 1, **pool}
         variant = {"weights": "none", "engine": engine, "prefill": pools, "decode": pools}
-        slo = {"ttft_ms": 1000, "itl_ms": 50}
+        slo = slo or {"ttft_ms": 1000, "itl_ms": 50, "classes": classes or {}}
         self.config = load_config(
             {
                 "models": [{"name": "m", "variants": [variant], "slo": slo}],
@@ -96,18 +110,27 @@ class Rig:
         pool: str = "decode",
         *,
         variant: str = "main",
+        role: str | None = None,
         drained: bool = False,
         blocks: int = 100,
     ) -> None:
-        """A worker links to Control and reports."""
+        """A worker links to Control and reports; `role`: what it plays, if not its pool's."""
         labels = {"model": "m", "variant": variant, "pool": pool}
-        report = WorkerReport(pool, drained, False, 0, 0, 0, 0, 0, blocks, blocks, 10.0, 0, 0)
+        report = WorkerReport(role or pool, drained, False, 0, 0, 0, 0, 0, blocks, blocks, 10.0, 0, 0)
         party = _Party("worker", Register("worker", ident, labels), [], report, self.control._loop.time())
         self.control._parties[cast(Link, FakeLink(ident))] = party
 
     def leaves(self, ident: str) -> None:
         parties = self.control._parties
         del parties[next(link for link in parties if cast(Any, link).ident == ident)]
+
+    def falls_silent(self, ident: str) -> None:
+        """Its link ends, and Serve lists it all the same."""
+        self.serve.listed = frozenset({ident})
+        link = next(link for link in self.control._parties if cast(Any, link).ident == ident)
+        party = self.control._parties.pop(link)
+        lost = MissingWorker(1, party.register, party.report, party.reported_s)
+        self.control._missing.lost(ident, lost)
 
     async def holds(self, n: int) -> None:
         """`n` intervals in which nothing is known."""

@@ -19,6 +19,8 @@ from planner.settings import PoolLimits, Settings, Targets, VariantSettings
 from planner.state import State
 
 NAME = "m/main"
+# Of a prefill worker, of a decode worker.
+COSTS = {"one": (1.0, 1.0), "a tenth": (0.1, 0.1), "eight": (8.0, 8.0), "mixed": (8.0, 1.0)}
 # 10,000 prompt tokens a second; a step of 20 ms and 0.2 ms per sequence.
 TIMES = FittedTimes(
     prefill=(0.0, 0.1, 0.0), step=(20.0, 0.2, 0.0), prefill_spread=0.0, step_spread=0.0, samples=100
@@ -26,14 +28,18 @@ TIMES = FittedTimes(
 TARGETS = Targets(ttft_ms=1000, ttft_ms_per_1k_tokens=100, itl_ms=40, percentile=95)
 
 
-def variant(**changes: object) -> VariantSettings:
+def variant(costs: tuple[float, float] = (1.0, 1.0), **changes: object) -> VariantSettings:
     limits = PoolLimits(1, 64)
-    return replace(VariantSettings(TARGETS, prefill=limits, decode=limits), **changes)  # type: ignore[arg-type]
+    own = replace(VariantSettings(TARGETS, prefill=limits, decode=limits), **changes)  # type: ignore[arg-type]
+    prefill, decode = replace(own.prefill, cost=costs[0]), replace(own.decode, cost=costs[1])
+    return replace(own, prefill=prefill, decode=decode)
 
 
-def settings(own: VariantSettings | None = None, **changes: object) -> Settings:
-    given: dict[str, object] = {"budget": 64.0, **changes}
-    return Settings({NAME: own or variant()}, **given)  # type: ignore[arg-type]
+def settings(own: VariantSettings | None = None, workers: int = 64, **changes: object) -> Settings:
+    """The budget is enough for so many `workers`, whichever they are."""
+    own = own or variant()
+    given: dict[str, object] = {"budget": workers * max(own.prefill.cost, own.decode.cost), **changes}
+    return Settings({NAME: own}, **given)  # type: ignore[arg-type]
 
 
 def pools(prefill: int = 1, decode: int = 1, *, starting: tuple[int, int] = (0, 0)) -> dict[str, PoolSeen]:
@@ -46,7 +52,7 @@ def pools(prefill: int = 1, decode: int = 1, *, starting: tuple[int, int] = (0, 
 class Service:
     """Steady arrivals seen at ticks of 5 s; what the planner asks for is there after `startup_s`.
 
-    Poisson, or `even`ly spaced.
+    Poisson, or `even`ly spaced. Not `placed`: the cluster has no room for more, which shows if it `tells`.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class Service:
         output: int = 100,
         startup_s: float = 25.0,
         placed: bool = True,
+        tells: bool = False,
         even: bool = False,
     ) -> None:
         self.settings = given
@@ -74,22 +81,25 @@ class Service:
         self._starting: list[list[float]] = [[], []]  # when each will be ready
         self._startup_s = startup_s
         self._placed = placed
+        self._tells = tells
         self._even = even
         self._next_s = 0.0
 
     def tick(self, **changes: object) -> Decision:
-        self.now_s += self.settings.interval_s
-        while self.rate > 0 and self._next_s < self.now_s:
-            self._observer.arrived(Arrival(self._next_s, self.prompt, self.prompt))
-            self._observer.finished(self.prompt, self.output)
-            self._next_s += 1 / self.rate if self._even else self._random.expovariate(self.rate)
+        self._pass(self.settings.interval_s)
         for role in (0, 1):
             done = [at for at in self._starting[role] if self._placed and at <= self.now_s]
             self._ready[role] += len(done)
             self._starting[role] = [at for at in self._starting[role] if at not in done]
+        there = pools(*self._ready, starting=(len(self._starting[0]), len(self._starting[1])))
+        if self._tells:
+            there = {
+                name: replace(pool, unplaced=0 if self._placed else pool.starting)
+                for name, pool in there.items()
+            }
         seen = self._observer.observe(
             self.now_s,
-            pools(*self._ready, starting=(len(self._starting[0]), len(self._starting[1]))),
+            there,
             queue_age_s=0.0,
             queued=0,
             decoding=0,
@@ -102,9 +112,25 @@ class Service:
         self._apply(decision)
         return decision
 
+    def unseen(self, seconds: float) -> None:
+        """Requests come and nobody looks."""
+        self._pass(seconds)
+        self._observer.observe(self.now_s, {})
+
+    def add(self, prefill: int) -> None:
+        """By hand."""
+        self._ready[0] += prefill
+
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds / self.settings.interval_s)):
             self.tick()
+
+    def _pass(self, seconds: float) -> None:
+        self.now_s += seconds
+        while self.rate > 0 and self._next_s < self.now_s:
+            self._observer.arrived(Arrival(self._next_s, self.prompt, self.prompt))
+            self._observer.finished(self.prompt, self.output)
+            self._next_s += 1 / self.rate if self._even else self._random.expovariate(self.rate)
 
     def _apply(self, decision: Decision) -> None:
         wanted = decision.variants[NAME]

@@ -20,6 +20,7 @@ from serving.orders import OrderBook
         ("POST", "/admin/workers/w/undrain", b"", "undrain", {"worker": "w"}),
         ("GET", "/admin/settings", b"", "settings", {}),
         ("PATCH", "/admin/settings", b'{"log_level": "DEBUG"}', "change", {"log_level": "DEBUG"}),
+        ("GET", "/admin/weights", b"", "shares", {}),
         ("PUT", "/admin/weights/org/m", b'{"a": 1}', "weights", {"model": "org/m", "weights": {"a": 1}}),
         ("GET", "/planner", b"", "planner", {}),
         ("PATCH", "/planner", b'{"mode": "act"}', "change_planner", {"mode": "act"}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -123,7 +123,43 @@ def test_a_client_with_less_time_is_held_to_it() -> None:
     bench.queue(500)
     assert bench.look(100).reason is None
     assert bench.look(100, timeout_ms=400).reason == "ttft"
-    assert Bench().look(100, timeout_ms=50).reason is None, "nothing is in its way"
+    assert Bench().look(100, timeout_ms=101).reason is None, "nothing is in its way"
+
+
+@pytest.mark.parametrize("mode", ["deadline", "slo"])
+def test_what_no_worker_could_do_in_its_clients_time_is_refused_in_an_idle_queue_too(mode: Any) -> None:
+    bench = Bench(mode=mode)
+    verdict = bench.look(10_000, timeout_ms=1000)
+    assert (verdict.reason, verdict.least_ms, verdict.retry_after_s) == ("timeout", 10_000, 0)
+    assert Bench(mode=mode, evidence=2).look(10_000, timeout_ms=1000).reason is None, "who knows"
+    # The first token in time is all that is known to be possible, unless more are asked for at least.
+    assert bench.look(100, 2000, timeout_ms=500).reason is None
+    assert bench.look(100, 2000, min_tokens=50, timeout_ms=500).reason == "timeout"
+
+
+def test_what_no_worker_could_do_is_no_sign_of_pressure() -> None:
+    bench = Bench()
+    bench.decide(10_000, timeout_ms=1000)
+    assert bench.admission._refused == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cached", "timeout_ms", "slack", "limit_ms"),
+    [
+        pytest.param(100, 0, None, 1.0, 900, id="the target and its own work"),
+        pytest.param(100, 64, None, 1.0, 900, id="wherever a part of it is cached"),
+        pytest.param(100, 0, None, 2.0, 1700, id="slack is for the target"),
+        pytest.param(100, 0, 500.0, 2.0, 500, id="no later than its client waits"),
+        pytest.param(100, 0, 5000.0, 1.0, 900, id="a patient client"),
+    ],
+)
+def test_one_limit_for_the_first_token(
+    tokens: int, cached: int, timeout_ms: float | None, slack: float, limit_ms: float
+) -> None:
+    bench = Bench(slack=slack)
+    choice = Choice(decode="d", prefill="p", cached_tokens=cached)
+    verdict = bench.admission.look(Ask(tokens, 100, timeout_ms=timeout_ms), choice, bench.now_s)
+    assert verdict.limit_s - bench.now_s == pytest.approx(limit_ms / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +200,8 @@ def test_room_for_the_context() -> None:
     verdict = bench.look(100)
     assert verdict.reason == "kv"
     assert verdict.retry_after_s > 0
+    bench.decodes(2, free_blocks=1000)
+    assert bench.look(16_000).reason is None, "all of the room is there, its answer has to see"
     bench.decodes(0, free_blocks=2)
     assert bench.look(100).reason is None, "what an idle worker holds will go"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from serving.bodies import BodyLimits
 from serving.door import Door
 from tests.scripted import ScriptedGenerator, make_client
 from tests.tiny_tokenizer import ids, tiny_model
@@ -78,7 +79,7 @@ async def test_a_bad_time_limit_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("announced", [False, True])
 async def test_a_body_over_the_limit_is_refused(announced: bool) -> None:
-    client = make_client(door=Door(body_limit_bytes=2000))
+    client = make_client(door=Door(bodies=BodyLimits(body_bytes=2000)))
     body = b'{"model": "tiny", "prompt": "' + b"x" * 3000 + b'"}'
     headers = {"content-length": str(len(body))} if announced else {}
     reply = await client.send("POST", "/v1/completions", body, headers, parts=5)

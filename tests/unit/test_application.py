@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import threading
 from typing import Any
@@ -382,3 +383,11 @@ async def test_what_a_worker_does_not_know_it_refuses() -> None:
         entry.send(Submit(2, "dance", b"\1\0\0\0", 1, params, 0, "r", 1000))
         entry.send(Submit(3, "decode", b"\1\0\0\0", 1, params, 0, "r", 1000, nowhere))
         assert (await app.complete(prompt(30))).said == right.said
+
+
+async def test_the_access_log_names_the_variant(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="kvrelay.access")
+    async with App() as app:
+        await app.complete(prompt(30))
+    (record,) = [r.__dict__["fields"] for r in caplog.records if r.name == "kvrelay.access"]
+    assert (record["model"], record["variant"]) == ("tiny", "main")

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from serving import canary as canary_module
-from serving.engine.base import BlockStates, EngineDied, Failed, Load, StepOutput
+from serving.engine.base import (
+    TOKEN_TYPECODE,
+    AttemptId,
+    BlockStates,
+    EngineDied,
+    Failed,
+    Load,
+    Mode,
+    SamplingParams,
+    StepOutput,
+    Work,
+)
 from tests.unit.app_rig import LONG_S, App, SimWorker, prompt
 from tests.unit.handoff_fakes import until
 
@@ -162,12 +175,86 @@ async def test_attempts_that_fail_without_a_step_call_for_a_canary_at_once(
         await until(lambda: canary.unfit, LONG_S)
 
 
+# ---------------------------------------------------------------- no room
+
+SMALL = 1 << 16  # of KV: 128 blocks of 8 tokens
+
+
+@pytest.mark.parametrize("then", ["goes on", "hangs"])
+async def test_a_worker_whose_blocks_wait_for_others_kv_is_well(
+    then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill takes long, meanwhile decode holds blocks for what is to come and has nothing to compute."""
+    deadlines = {"silence_ms": 60_000}
+    async with App(kv_bytes=SMALL, health=QUICK, deadlines=deadlines, admission={"mode": "off"}) as app:
+        prefill, decode = app.pool("prefill")[0], app.pool("decode")[0]
+        await prefill.host.canary.stop()  # it would be right to complain
+        prefill_goes_on = hold_steps(prefill, monkeypatch)
+        asking = [asyncio.ensure_future(app.complete(prompt(500, n), max_tokens=4)) for n in range(3)]
+        await until(lambda: decode.states.used == 126, LONG_S)
+        assert decode.states.free == 2, "not full: the next prompt in line wants more"
+        before = value(decode, "canary_no_room")
+        await until(lambda: value(decode, "canary_no_room") >= before + 4, LONG_S)
+        assert value(decode, "canary_failures") == 0
+        assert not decode.host.draining
+        assert decode.host.canary.ill == ""
+        decode.host.check_alive()
+        if then == "hangs":  # a step that never ends is found all the same
+            decode_goes_on = hold_steps(decode, monkeypatch)
+            prefill_goes_on.set_result(None)
+            await until(lambda: decode.host.canary.unfit, LONG_S)
+            decode_goes_on.set_result(None)
+        else:
+            prefill_goes_on.set_result(None)
+        for answer in await asyncio.gather(*asking):
+            assert answer.n_tokens == 4
+        await until(lambda: not decode.host.canary.unfit, LONG_S)
+        assert (value(decode, "canary_failures") == 0) is (then == "goes on")
+
+
+async def test_a_prefill_worker_whose_blocks_are_leased_is_well() -> None:
+    async with App(kv_bytes=SMALL, health=QUICK) as app:
+        worker = app.pool("prefill")[0]
+        attempts = [AttemptId(1), AttemptId(2)]
+        for attempt in attempts:  # their readers never come
+            tokens = array(TOKEN_TYPECODE, prompt(512, attempt))
+            params = SamplingParams(max_tokens=9, seed=0, ignore_eos=True)
+            worker.engine.submit(Work(attempt, Mode.PREFILL, tokens, 512, params, 0))
+        await until(lambda: worker.states.leased == 128, LONG_S)
+        await until(lambda: value(worker, "canary_no_room") >= 4, LONG_S)
+        assert value(worker, "canary_failures") == 0
+        assert worker.host.canary.ill == ""
+        for attempt in attempts:
+            worker.host.prefill.cancel(attempt)
+        before = value(worker, "canary_seconds")
+        await until(lambda: value(worker, "canary_seconds") > before, LONG_S)
+
+
+@pytest.mark.parametrize(
+    ("free", "verdict"), [(0, None), (1, "no answer")], ids=["no-block", "some-blocks"]
+)
+async def test_an_engine_that_does_not_tell_what_began_is_judged_by_its_free_blocks(
+    free: int, verdict: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with App(health={"canary_s": 0, "canary_timeout_s": 0.1}) as app:
+        worker = app.pool("decode")[0]
+        canary, engine = worker.host.canary, worker.engine
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "submit", lambda work: None)
+            patch.setattr(engine, "capabilities", replace(engine.capabilities, tells_begun=False))
+            asking = asyncio.ensure_future(canary._ask())
+            await asyncio.sleep(0)
+            canary.on_step(StepOutput(load_of(worker, free=free)))
+            said = await asking
+        assert said == verdict or (verdict and said and verdict in said)
+
+
 # ---------------------------------------------------------------- blocks
 
 
-def load_of(worker: SimWorker, *, free: int, running: int = 0, leased: int = 0) -> Load:
+def load_of(worker: SimWorker, *, free: int, running: int = 0, leased: int = 0, cached: int = 0) -> Load:
     total = worker.engine.memory.n_blocks
-    blocks = BlockStates(total, total - free - leased, leased, 0, 0, free)
+    blocks = BlockStates(total, total - free - leased - cached, leased, 0, cached, free)
     return Load(1, running, 0, 0, 0, 0.0, False, blocks)
 
 
@@ -175,22 +262,37 @@ def load_of(worker: SimWorker, *, free: int, running: int = 0, leased: int = 0) 
     ("load", "floor", "ill"),
     [
         ({"free": 200}, None, True),  # of 512
-        ({"free": 300}, None, False),
+        ({"free": 511}, None, True),
+        ({"free": 511, "cached": 1}, None, False),
+        ({"free": 511, "leased": 1}, None, True),
         ({"free": 300}, 400, True),
         ({"free": 399}, 400, True),
         ({"free": 400}, 400, False),
         ({"free": 0, "running": 1}, None, False),
-        ({"free": 0, "leased": 100}, None, False),
+        ({"free": 0, "leased": 100, "busy": True}, None, False),
         ({"free": 0}, 0, False),
     ],
-    ids=["half", "above-half", "floor", "just-below", "at-the-floor", "running", "leased", "off"],
+    ids=[
+        "many",
+        "one",
+        "none",
+        "a-lease-of-nobody",
+        "floor",
+        "just-below",
+        "at-the-floor",
+        "running",
+        "leased",
+        "off",
+    ],
 )
 async def test_blocks_that_do_not_come_back_make_a_worker_ill(
-    load: dict[str, int], floor: int | None, ill: bool
+    load: dict[str, int], floor: int | None, ill: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with App(health={"canary_s": 0, "free_blocks_floor": floor}) as app:
         worker = app.pool("decode")[0]
         canary = worker.host.canary
+        if load.pop("busy", False):
+            monkeypatch.setattr(type(worker.host), "busy", property(lambda self: True))
         honest = canary._load
         canary._load = load_of(worker, **load)
         canary.look_at_blocks()
@@ -207,6 +309,7 @@ async def test_blocks_that_do_not_come_back_make_a_worker_ill(
             await until(lambda: bool(links.ills()), LONG_S)
             assert (await health(app))["status"] == "degraded"
             await app.complete(prompt(30))  # it goes on
+        monkeypatch.undo()
         canary._load = honest
         canary.look_at_blocks()
         assert canary.ill == ""

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from planner.observation import FittedTimes
+from planner.timing_profile import Profile, Provenance, save_profile
 from serving.config_review import Level
 from serving.pool_capacity import Options
 from tests.unit.review_mistakes import MISTAKES
@@ -83,3 +85,48 @@ def test_weights_that_are_not_those_required(tmp_path: Path) -> None:
     problems = [f.problem for f in found(pinned, Options()) if f.where.endswith("weights_digest")]
     assert len(problems) == 1
     assert "the weights here are" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("slo", "expected"),
+    [
+        ({"ttft_ms": 600, "itl_ms": 60}, []),
+        ({"ttft_ms": 300, "itl_ms": 60}, ["ttft_ms = 300 is out of reach; best is 500.1 ms"]),
+        ({"ttft_ms": 600, "itl_ms": 50}, ["itl_ms = 50 is out of reach; best is 50.2 ms"]),
+        (
+            {"ttft_ms": 600, "itl_ms": 60, "classes": {"chat": {"ttft_ms": 100, "itl_ms": 60}}},
+            ["classes.chat.ttft_ms = 100 is out of reach; best is 500.1 ms"],
+        ),
+    ],
+    ids=["within reach", "ttft", "itl", "of a class"],
+)
+def test_targets_below_what_the_profile_says_is_possible(
+    slo: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "times.json"
+    made = Provenance("w", "d" * 32, "sim", "float32", "cpu", "1", "2026-01-01")
+    save_profile(Profile(made, FittedTimes((500.0, 0.1, 0.0), (50.0, 0.2, 0.0))), path)
+    args = sim()
+    args["models"][0] |= {"slo": slo}
+    args["models"][0]["variants"][0] |= {"times": str(path)}
+    findings = [(f.level, f.where, f.problem) for f in found(args) if f.level is not N]
+    assert findings == [(W, "m/main slo", problem) for problem in expected]
+
+
+def test_a_profile_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    path.write_text("{}")
+    args = sim()
+    args["models"][0]["variants"][0] |= {"times": str(path)}
+    findings = [(f.level, f.where) for f in found(args) if f.level is not N]
+    assert findings == [(E, "m/main times")]
+
+
+@pytest.mark.parametrize("of", [sim, torch], ids=["sim", "torch"])
+def test_weights_that_are_not_here_are_noted(of: Any) -> None:
+    args = of()
+    args["models"][0]["variants"][0]["weights"] = "/nope"
+    notes = [f for f in found(args, Options()) if f.where == "m/main weights"]
+    assert [(f.level, "/nope is not on this machine" in f.problem) for f in notes] == [(N, True)]
+    args["models"][0]["variants"][0]["weights"] = "smollm2-135m"  # one that is made when it is needed
+    assert not [f for f in found(args, Options()) if f.where == "m/main weights"]

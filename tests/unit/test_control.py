@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from serving import control_client, control_host
-from serving.control_host import ControlHost
 from serving.errors import ConfigError
-from serving.link import Identity, Link, dial
+from serving.link import Link, dial
 from serving.live_settings import LiveSettings, parse_settings
 from serving.metrics import Registry
 from serving.wire import AnyMessage, MetricsPull, MetricsPush, Settings
@@ -379,34 +378,3 @@ async def test_of_two_moves_at_once_the_last_one_stands(rig: Rig) -> None:
     assert [member.ident for member in rig.host.members] == ["f"]
     await first.stop()
     await second.stop()
-
-
-async def test_orders_for_workers_that_left_while_control_was_away_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(control_host, "ABSENT_S", 0.2)
-    rig = Rig()
-    me = Identity.fresh("control", "control")
-    rig.host = ControlHost(me=me, key=KEY)
-    rig.host.orders.restore({"draining": ["here", "gone"], "roles": {"lost": "prefill"}})
-    rig.address = await rig.host.start("127.0.0.1")
-    await rig.joins("worker", "here")
-    await until(lambda: rig.host.orders.workers == {"here"}, LONG_S)
-    assert rig.host.orders.draining == {"here"}
-    await rig.stop()
-
-
-async def test_orders_die_with_a_worker_but_not_with_its_namesake(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    await rig.control_starts()
-    monkeypatch.setattr(control_host, "ABSENT_S", 0.2)
-    first = await rig.joins("worker", "w")
-    await first.client.stop()
-    await rig.gone(first)
-    again = await rig.joins("worker", "w")
-    rig.host.orders.drain("w")
-    await until(lambda: not rig.host._absent, LONG_S)
-    assert rig.host.orders.draining == {"w"}
-    await again.client.stop()
-    await until(lambda: not rig.host.orders.draining, LONG_S)
-    await rig.stop()

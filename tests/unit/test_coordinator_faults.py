@@ -193,6 +193,8 @@ def test_a_prefill_worker_that_answers_is_not_avoided_for_failures_long_ago():
                 bench.coordinator.on_step(Step(ended=[Ended(prefill, "", "it failed", retryable=True)]))
             else:
                 bench.tokens(prefill, 0, 10)
+                decode = bench.submits("d0")[-1].attempt
+                bench.coordinator.on_step(Step(begun=[Begun(decode, 0)]))
         run.cancel()
     assert bench.coordinator._breakers.avoid(bench.now) == frozenset()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import pytest
 
 from serving.demand import MOST_ROWS, Demand
+from serving.engine.base import SamplingParams
+from serving.generation import CollectedText, GenerationRequest
+from serving.run import Run, Stage
 from tests.scripted import Client
 from tests.unit.app_rig import App
 from tests.unit.handoff_fakes import until
@@ -25,6 +29,22 @@ def test_demand_is_told_once_and_by_age() -> None:
     assert report.outputs == [(100, 7)]
     again = demand.report("m", "main", [], [], 12.0)
     assert (again.arrivals, again.outputs, again.fitted) == ([], [], None)
+
+
+def test_answers_that_go_on_are_told_with_what_they_have() -> None:
+    def run(prompt: int, sent: int, stage: Stage) -> Run:
+        request = GenerationRequest(
+            "r", "m", array("I", range(prompt)), SamplingParams(max_tokens=9, seed=1)
+        )
+        made = Run(request, CollectedText(), 1.0, lambda run, outcome: None)
+        made.sent.extend(range(sent))
+        made.enter(stage, 2.0)
+        return made
+
+    live = [run(5, 0, Stage.PREFILL), run(7, 1, Stage.TRANSFER), run(11, 4, Stage.DECODE)]
+    report = Demand().report("m", "main", live, [], 3.0)
+    assert (report.queued, report.queue_age_ms, report.decoding) == (1, 2000.0, 1)
+    assert report.going == [(7, 1), (11, 4)]
 
 
 def test_the_newest_demand_is_kept_while_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

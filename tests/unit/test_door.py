@@ -11,6 +11,7 @@ import pytest
 
 from serving import door as door_module
 from serving.api_keys import ApiKeys, parse_keys
+from serving.bodies import BodyLimits
 from serving.config import load_config
 from serving.door import Door
 from serving.errors import AuthenticationFailed, ConfigError
@@ -276,7 +277,7 @@ async def test_too_many_headers_431(headers: dict[str, str]) -> None:
 async def test_a_body_that_drips_408() -> None:
     """Each part resets nothing: the whole body has one deadline, and others are answered meanwhile."""
     refused: list[str] = []
-    door = Door(body_s=0.2, on_refused=refused.append)
+    door = Door(bodies=BodyLimits(body_s=0.2), on_refused=refused.append)
     client = client_of(door)
     messages: list[Any] = []
 

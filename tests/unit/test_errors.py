@@ -29,9 +29,11 @@ STATUSES = {
     "BodyTooLarge": (413, "invalid_request_error"),
     "HeadersTooLarge": (431, "invalid_request_error"),
     "Overloaded": (429, "rate_limit_error"),
+    "Overcrowded": (429, "rate_limit_error"),
     "Unavailable": (503, "service_unavailable"),
     "NoWorker": (503, "service_unavailable"),
     "WorkerLost": (503, "service_unavailable"),
+    "Stopping": (503, "service_unavailable"),
     "DeadlineExceeded": (503, "service_unavailable"),
     "EngineFailure": (500, "server_error"),
 }

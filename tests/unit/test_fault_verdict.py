@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.fault_app import change, histogram_ms
 from benchmarks.fault_client import Answer, Ask, Exchange
-from benchmarks.fault_verdict import difference, gap_after_ms, judge
+from benchmarks.fault_verdict import difference, judge, wait_after_ms
 
 ASK = Ask(prompt=(1, 2, 3), max_tokens=4)
 WORDS = ["a", "b", "c", "d"]
@@ -97,6 +97,43 @@ def test_a_stream_is_whole_or_it_is_not(
     assert (judged.completed, judged.lost, judged.wrong_usage) == verdict
 
 
+@pytest.mark.parametrize(
+    ("words", "generated", "verdict"),
+    [
+        (WORDS[:3], 4, (False, 0, 0, False)),
+        (WORDS[:2], 3, (True, 0, 0, False)),
+        (WORDS[:2], 4, (True, 0, 0, True)),
+        (WORDS[:1], 3, (True, 1, 0, False)),
+        (WORDS[:3], 3, (True, 0, 1, False)),
+    ],
+    ids=["did-not-stop", "stopped", "billed-more", "short", "shows-its-stop"],
+)
+def test_a_stop_string_ends_a_stream_where_it_should(
+    words: list[str], generated: int, verdict: tuple[bool, int, int, bool]
+) -> None:
+    """It was to end with the third of four words, which is billed and not shown."""
+    usage = {**USAGE, "completion_tokens": generated, "total_tokens": 3 + generated}
+    answer = stream(words, usage, ending=b"0\r\n\r\n")
+    if generated == 4 and len(words) == 3:
+        answer = replace(answer, ask=replace(ASK, stop=" c", stops_after=4))
+    else:
+        answer = replace(answer, ask=replace(ASK, stop=" c", stops_after=3), finish="stop")
+    judged = judge(answer, WORDS)
+    assert (judged.completed, judged.lost, judged.repeated, judged.wrong_usage) == verdict
+
+
+def test_a_named_token_has_its_logprob() -> None:
+    exchange = Exchange(replace(ASK, max_tokens=2, named_tokens=True), "m")
+    logprobs = {"tokens": [" a", " b"], "token_logprobs": [-0.5, None]}
+    said = {"choices": [{"text": " a b", "logprobs": logprobs, "finish_reason": "length"}], "usage": USAGE}
+    body = b"data: " + orjson.dumps(said) + b"\n\ndata: [DONE]\n\n"
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    exchange.arrivals = [(0.0, head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))]
+    answer = exchange.answer()
+    assert (answer.tokens, answer.error) == ([" a", " b"], "a token without its logprob")
+    assert not judge(answer, [" a", " b"]).completed
+
+
 def test_an_error_event_is_no_end() -> None:
     exchange = Exchange(ASK, "m")
     body = b'data: {"error":{"message":"lost"}}\n\n'
@@ -106,11 +143,12 @@ def test_an_error_event_is_no_end() -> None:
     assert (judged.completed, judged.lost) == (False, 4)
 
 
-def test_gaps_count_from_the_fault_on() -> None:
+def test_waits_count_from_the_fault_on() -> None:
     answer = replace(stream(WORDS, USAGE, ending=b"0\r\n\r\n"), sent_s=0.0, times_s=[1.0, 1.5, 4.0, 4.1])
-    assert gap_after_ms(answer, 2.0) == pytest.approx(2500)
-    assert gap_after_ms(answer, 4.05) == pytest.approx(100)
-    assert gap_after_ms(answer, 0.5) == pytest.approx(2500)
+    assert wait_after_ms(answer, 2.0) == pytest.approx(2000)
+    assert wait_after_ms(answer, 4.05) == pytest.approx(50)
+    assert wait_after_ms(answer, 0.5) == pytest.approx(2500)
+    assert wait_after_ms(answer, 9.0) == 0
 
 
 def test_a_quantile_lies_within_its_bucket() -> None:

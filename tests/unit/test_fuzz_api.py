@@ -12,6 +12,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serving.bodies import BodyLimits
 from serving.door import Door
 from tests.fuzzing import fuzzed, memory_under, mutated, split
 from tests.scripted import ScriptedGenerator, make_client
@@ -94,7 +95,7 @@ def ask(
         sent.append(message)
 
     async def run() -> None:
-        api = make_client(ScriptedGenerator(), [MODEL], door=Door(body_limit_bytes=4096)).api
+        api = make_client(ScriptedGenerator(), [MODEL], door=Door(bodies=BodyLimits(body_bytes=4096))).api
         scope = {"type": "http", "method": method, "path": path, "headers": headers}
         try:
             async with asyncio.timeout(20):

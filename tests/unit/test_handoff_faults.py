@@ -10,7 +10,7 @@ import pytest_asyncio
 
 from serving.config import Deadlines
 from serving.wire import Confirm, PeerWelcome, Refused
-from tests.unit.handoff_fakes import DEADLINES, OWNER, A, Owner, Pair, Reader, until
+from tests.unit.handoff_fakes import DEADLINES, OWNER, A, MemoryLink, Owner, Pair, Reader, hello, until
 
 HASTY = Deadlines(transfer_ms=100, prefill_ms=100, queue_ms=100)
 
@@ -140,9 +140,9 @@ async def test_transfer_post_failure_told(pair: Pair) -> None:
 async def test_layout_error_reaches_client(pair: Pair) -> None:
     pair.owner.engine.layout = "layout-2"
     pair.reader.accept()
-    message, retryable = await pair.fails()
+    message, alike = await pair.fails()
     assert "layout-2" in message
-    assert not retryable
+    assert not alike
     assert pair.reader.role.counters.failures == {"layout_mismatch": 1}
     assert "agent-1" not in pair.reader.transfer._peers  # refused before the agents met
 
@@ -185,10 +185,6 @@ async def test_read_deadline_quarantines(hasty: Pair) -> None:
     assert hasty.reader.kv.idle
 
 
-async def _no_reservation(pair: Pair) -> None:
-    pair.reader.accept()
-
-
 async def _no_confirmation(pair: Pair) -> None:
     await _confirming(pair)
 
@@ -201,12 +197,11 @@ async def _no_welcome(pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("reach", "what"),
     [
-        (_no_reservation, "no room"),
         (_attached, "next chunk"),
         (_no_confirmation, "confirmation"),
         (_no_welcome, "not connected"),
     ],
-    ids=["reserve", "chunk", "confirm", "connect"],
+    ids=["chunk", "confirm", "connect"],
 )
 async def test_every_wait_has_a_deadline(hasty: Pair, reach: State, what: str) -> None:
     await reach(hasty)
@@ -331,6 +326,31 @@ async def test_second_reader_is_refused(pair: Pair) -> None:
     await second.kv.stop()
     await second.peers.stop()
     await second.io.close()
+
+
+async def test_a_stranger_cannot_confirm(pair: Pair) -> None:
+    """Another keyed peer that knows attempt and lease: the KV stays until its reader has it."""
+    pair.reader.hold = lambda message: isinstance(message, Confirm)
+    await pair.is_attached()
+    pair.owner.chunk(0, [1, 2], last=True)
+    await until(lambda: any(isinstance(m, Confirm) for m in pair.reader.links[0].sent))
+    (confirm,) = [m for m in pair.reader.links[0].sent if isinstance(m, Confirm)]
+    stranger = MemoryLink.pair(Deaf(), hello(5), pair.owner, hello(1))
+    stranger.send(confirm)
+    await until(lambda: stranger.far.sent)
+    assert stranger.far.sent == [Refused(confirm.attempt, "another reader has it")]
+    assert pair.owner.engine.released == []
+    pair.reader.links[0].far.deliver(confirm)  # it gets through at last
+    await pair.arrives()
+    assert pair.owner.engine.released == [A]
+
+
+class Deaf:
+    def on_message(self, link: object, message: object) -> None:
+        pass
+
+    def on_lost(self, link: object, reason: str) -> None:
+        pass
 
 
 async def test_owner_stop_refuses_its_readers(pair: Pair) -> None:

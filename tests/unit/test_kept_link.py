@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 
@@ -199,3 +200,12 @@ async def test_a_restarted_server_is_found_with_its_new_epoch(server: Server) ->
         epochs = [link.peer.epoch for link in here.opened if link.peer]
         assert epochs == [first, server.me.epoch]
         assert epochs[0] != epochs[1]
+
+
+async def test_the_log_names_the_address_once(caplog: pytest.LogCaptureFixture) -> None:
+    kept = KeptLink("127.0.0.1:1", Identity.fresh("frontend", "f"), KEY, Recorder())
+    with caplog.at_level(logging.INFO, "kvrelay.link"):
+        kept.start()
+        await until(lambda: caplog.messages, LONG_S)
+    await kept.stop()
+    assert caplog.messages[0] == "no link yet to 127.0.0.1:1: Connection refused"

@@ -87,6 +87,52 @@ async def test_a_wrong_key_opens_nothing_on_either_side():
         assert not here.opened
 
 
+class LaterHello(Hello, tag="hello"):
+    """Of a version to come."""
+
+    features: list[str] = []  # noqa: RUF012
+
+
+def later(hello: Hello) -> LaterHello:
+    return LaterHello(*[getattr(hello, name) for name in Hello.__struct_fields__], ["new"])
+
+
+@pytest.mark.parametrize("who", ["dialler", "listener"])
+async def test_a_hello_with_a_later_field_proves_the_key_all_the_same(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever knows the field and whoever does not agree on what the proof covers."""
+    init = Link.__init__
+
+    def of_tomorrow(link: Link, *args: object, dialled: bool, **more: object) -> None:
+        init(link, *args, dialled=dialled, **more)
+        if dialled is (who == "dialler"):
+            link._hello = later(link._hello)
+
+    monkeypatch.setattr(Link, "__init__", of_tomorrow)
+    async with server() as (address, there):
+        link = await dial(address, Identity.fresh("frontend", "f"), KEY, Recorder())
+        await there.until(lambda: there.opened)
+        link.close("done")
+        with pytest.raises(LinkError, match="wrong link key"):
+            await dial(address, Identity.fresh("frontend", "f"), b"x" * 32, Recorder())
+
+
+async def test_the_proof_is_that_of_every_version_so_far() -> None:
+    """Written down when there were two: a peer of then computes it so."""
+    dialler = Hello(2, 1, "1.0.0", "frontend", "f#1", 1 << 40, bytes(range(32)))
+    listener = Hello(1, 1, "0.9", "worker", "w", 7, bytes(32))
+    link = Link(Identity.fresh("worker", "w"), KEY, Recorder(), dialled=True)
+    proofs = {
+        "fa148a6b7d51d15d4a64f7ebd6457e9d4a45d5a260a05e45d0494d4d29a8777e": (dialler, listener, True),
+        "4873dfd275710fb980377b7795c19d5bd26567854a3b6714beb4b23baa3418de": (listener, dialler, False),
+    }
+    for proof, hellos in proofs.items():
+        assert link._mac(*hellos).hex() == proof
+    assert link._mac(later(dialler), listener, True) == link._mac(dialler, listener, True)
+    assert Hello.__struct_fields__[:7] == link_module.SIGNED_FIELDS
+
+
 async def test_versions_that_do_not_meet_are_refused_by_name(monkeypatch):
     async with server() as (address, _):
         monkeypatch.setattr(link_module.wire, "WIRE_VERSION", 9)

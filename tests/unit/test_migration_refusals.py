@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from serving.config import Deadlines
 from serving.engine.base import AttemptId, Mode
 from serving.engine.live_sequence import Stage
 from serving.wire import Confirm, Detach, Ready
@@ -21,7 +20,6 @@ from tests.unit.migration_states import (
     goes_on_at_source,
     reader_link,
     stage,
-    waiting,
 )
 
 
@@ -128,15 +126,6 @@ async def test_confirm_before_the_last_chunk_is_refused() -> None:
         await rig.ends(B)
         flow()
         await goes_on_at_source(rig)
-
-
-async def test_no_room_at_the_target() -> None:
-    async with Rig(deadlines=Deadlines(transfer_ms=3000, queue_ms=200, prefill_ms=3000)) as rig:
-        flow = await waiting(rig)
-        await rig.ends(B)
-        assert "room" in (rig.frontend.ended[B][0].error or "")
-        flow()
-        await goes_on_at_source(rig, 120)
 
 
 @pytest.mark.parametrize("old", ["source", "target"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from serving.bodies import BodyLimits
 from serving.door import Door
 from tests.scripted import Client, ScriptedGenerator, make_client
 from tests.tiny_tokenizer import ids, tiny_model
@@ -65,7 +66,7 @@ async def test_model_retrieve() -> None:
 async def test_health_during_long_prompt() -> None:
     """3 MB are tokenised beside the event loop, and not at all where they cannot fit."""
     text = "relay races hand the baton on; " * 100_000
-    door = Door(body_limit_bytes=16 << 20)
+    door = Door(bodies=BodyLimits(body_bytes=16 << 20))
     roomy = make_client(ScriptedGenerator(), [tiny_model(context_tokens=4 << 20)], door=door)
     roomy.patience_s = 60.0
     asking = asyncio.ensure_future(roomy.complete(prompt=text, max_tokens=2))

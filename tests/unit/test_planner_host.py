@@ -10,6 +10,7 @@ import pytest
 
 from planner.observation import PoolSeen
 from planner.observe import MOST_ROWS as MOST_SEEN
+from serving.live_settings import LivePlanner, LiveSettings
 from serving.planner_host import steady_time
 from tests.unit.handoff_fakes import until
 from tests.unit.planner_host_rig import KEY, Rig
@@ -98,6 +99,9 @@ async def test_mode_targets_and_budget_change_live() -> None:
         ({"targets": {"x": {}}}, 404, "no model 'x'; there are: m"),
         ({"targets": 3}, 400, "give them by model"),
         ({"targets": {"m": 3}}, 400, "give them by model"),
+        ({"targets": {"m": {"classes": 3}}}, 400, "give them by name"),
+        ({"targets": {"m": {"classes": {"chat": {}}}}}, 404, "no class 'chat'; there are: none"),
+        ({"targets": {"m": {"classes": {"chat": {}}}}, "mode": "wild"}, 404, "no class"),
         ({"targets": {"m": {"itl_ms": -1}}}, 400, "planner.targets.m.itl_ms = -1"),
         ({"speed": 1}, 400, "speed"),
     ],
@@ -156,8 +160,8 @@ async def test_kv_room_is_that_of_the_variants_own_workers() -> None:
 async def test_a_start_that_was_taken_back_is_not_measured_by_the_next_one() -> None:
     """Else one that never came makes the planner believe that starts take hours."""
     rig = Rig()
-    rig.joins("p1", "prefill")
-    rig.joins("d1")
+    rig.joins("p1", "prefill", blocks=10_000)
+    rig.joins("d1", blocks=10_000)
     rig.serve.starts = False
     await rig.ticks(8, rps=12)
     ordered = rig.serve.targets["m-main-prefill"]
@@ -169,7 +173,7 @@ async def test_a_start_that_was_taken_back_is_not_measured_by_the_next_one() -> 
     rig.control.admin.answer("change_planner", {"mode": "act"})
     await rig.ticks(1, rps=12)
     assert rig.serve.targets["m-main-prefill"] > 1
-    rig.joins("p2", "prefill")
+    rig.joins("p2", "prefill", blocks=10_000)
     await rig.ticks(1, rps=12)
     assert rig.host.told()["startup_s"] == {"m/main": 5.0}
 
@@ -201,18 +205,37 @@ async def test_a_worker_that_an_operator_drains_is_no_start_that_never_comes() -
     assert rig.serve.calls == []
 
 
-async def test_the_last_worker_is_not_removed_even_when_the_planner_is_off() -> None:
+async def test_a_drained_worker_that_falls_silent_keeps_its_place() -> None:
+    """Else the pool would be one too large, and Serve would stop one that serves."""
+    rig = Rig()
+    for ident, pool in (("p1", "prefill"), ("d1", "decode"), ("d2", "decode")):
+        rig.joins(ident, pool)
+    rig.serve.targets["m-main-decode"] = rig.serve.running["m-main-decode"] = 2
+    rig.control.orders.drain("d2")
+    rig.falls_silent("d2")
+    await rig.holds(130)
+    assert rig.seen().pools["decode"] == PoolSeen(ready=1, draining=1)
+    assert rig.serve.targets["m-main-decode"] == 2
+    rig.serve.targets["m-main-decode"] = rig.serve.running["m-main-decode"] = 1
+    rig.serve.listed = frozenset()  # Serve has taken it away; Control has not asked yet
+    await rig.holds(1)
+    assert rig.seen().pools["decode"] == PoolSeen(ready=1)
+    assert rig.serve.calls == []
+
+
+async def test_the_last_of_a_pool_is_not_removed_although_a_lent_one_plays_its_role() -> None:
     rig = Rig(mode="off")
     rig.joins("d1", drained=True)
-    rig.joins("p1", "prefill")
+    rig.joins("p1", "prefill", role="decode")
     status, body = rig.control.admin.answer("remove", {"worker": "d1"})
-    assert (status, "is the last of m-main-decode" in body["error"]["message"]) == (400, True)
+    assert (status, "it is the last of its pool" in body["error"]["message"]) == (400, True)
 
 
 async def test_removals_go_one_by_one_and_leave_one() -> None:
     rig = Rig(mode="off")
     for ident in ("d1", "d2", "d3"):
         rig.joins(ident, drained=True)
+    rig.joins("p1", "prefill", role="decode")
     rig.serve.removals = asyncio.Semaphore(0)
     for ident in ("d1", "d2", "d2"):
         assert rig.control.admin.answer("remove", {"worker": ident})[0] == 200
@@ -250,3 +273,102 @@ def test_the_clock_shows_the_time_of_day_and_never_jumps(monkeypatch: pytest.Mon
     before = clock()
     monkeypatch.setattr(time, "time", lambda: 5.0)
     assert 0.0 <= clock() - before < 1.0
+
+
+# ---------------------------------------------------------------- settings that changed around it
+
+
+def below_the_minimum() -> Rig:
+    """A redeploy raised min_replicas above the budget that was set live before."""
+    rig = Rig(mode="act", min_replicas=2, replicas=2)
+    rig.control._settings = LiveSettings(planner=LivePlanner(budget=2))
+    return rig
+
+
+async def test_a_live_budget_below_a_redeploys_minimum_locks_nobody_out() -> None:
+    rig = below_the_minimum()
+    status, told = rig.control.admin.answer("planner", {})
+    assert (status, told["budget"]) == (200, 2)
+    assert told["trouble"] == "planner.budget = 2; allowed: at least 4, what min_replicas cost"
+    await rig.host.tick()
+    assert rig.serve.calls == []
+    assert rig.host.told()["trouble"] == told["trouble"]
+    for mode in ("off", "advise", "act"):
+        status, told = rig.control.admin.answer("change_planner", {"mode": mode})
+        assert (status, told["mode"]) == (200, mode)
+    assert rig.control.admin.answer("change_planner", {"budget": 3})[0] == 400, "still below"
+    status, told = rig.control.admin.answer("change_planner", {"budget": 4})
+    assert (status, told["trouble"] is None) == (200, False), "until the next tick"
+    await rig.host.tick()
+    assert rig.host.told()["trouble"] is None
+
+
+async def test_lent_workers_are_called_back_when_the_planner_is_turned_off() -> None:
+    rig = Rig()
+    for ident, pool in (("p1", "prefill"), ("d1", "decode"), ("d2", "decode")):
+        rig.joins(ident, pool)
+    rig.control.orders.lend("d2", "prefill")
+    assert rig.control.admin.answer("change_planner", {"mode": "advise"})[0] == 200
+    assert rig.control.orders.roles == {"d2": "prefill"}
+    assert rig.control.admin.answer("change_planner", {"mode": "off"})[0] == 200
+    assert rig.control.orders.roles == {}
+
+
+async def test_a_loan_of_before_a_redeploy_without_planner_ends() -> None:
+    rig = Rig(mode="off")
+    rig.control.orders.restore({"draining": ["x"], "roles": {"d2": "prefill"}})
+    await rig.host.tick()
+    assert (rig.control.orders.roles, rig.control.orders.draining) == ({}, {"x"})
+
+
+CLASSES = {"chat": {"ttft_ms": 300, "itl_ms": 30}, "batch": {"ttft_ms": 60_000}}
+
+
+async def test_targets_of_classes_change_live() -> None:
+    rig = Rig(mode="off", classes=CLASSES)
+    change = {"targets": {"m": {"itl_ms": 20, "classes": {"chat": {"ttft_ms": 100}}}}}
+    assert rig.control.admin.answer("change_planner", change)[0] == 200
+    change = {"targets": {"m": {"classes": {"chat": {"itl_ms": 10}, "batch": {"percentile": 50}}}}}
+    status, told = rig.control.admin.answer("change_planner", change)
+    assert status == 200
+    assert told["targets"]["m/main"]["itl_ms"] == 20
+    chat, batch = (told["classes"]["m/main"][name] for name in ("chat", "batch"))
+    assert (chat["ttft_ms"], chat["itl_ms"]) == (100, 10)
+    assert (batch["ttft_ms"], batch["percentile"]) == (60_000, 50)
+    seen = rig.host.settings().variants["m/main"]
+    assert (seen.targets.itl_ms, seen.classes["chat"].ttft_ms) == (20, 100)
+    change = {"targets": {"m": {"classes": {"chat": {"ttft_ms": None}}}}}
+    told = rig.control.admin.answer("change_planner", change)[1]
+    assert told["classes"]["m/main"]["chat"]["ttft_ms"] == 300, "null: as configured"
+
+
+@pytest.mark.parametrize(
+    ("mode", "slo", "unreachable"),
+    [
+        ("act", {"ttft_ms": 1000, "itl_ms": 50}, {}),
+        (
+            "off",
+            {"ttft_ms": 1, "ttft_ms_per_1k_tokens": 0},
+            ["ttft_ms = 1 is out of reach; best is 1.1 ms"],
+        ),
+        ("off", {"itl_ms": 10}, ["itl_ms = 10 is out of reach; best is 10.2 ms"]),
+        ("advise", {"classes": {"chat": {"itl_ms": 5}}}, ["classes.chat.itl_ms = 5 is out of reach; best"]),
+    ],
+)
+async def test_targets_out_of_reach_are_told_at_the_start_in_every_mode(
+    mode: str, slo: dict[str, Any], unreachable: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(mode=mode, slo=slo)
+    await rig.host.start()
+    await rig.host.stop()
+    told = rig.host.told()["unreachable"]
+    for text, line in zip(unreachable, told.get("m/main", []), strict=True):
+        assert line.startswith(text)
+        assert f"m/main: targets that no number of workers can meet: {text}" in caplog.text
+    assert ("no number of workers" in caplog.text) is bool(unreachable)
+
+
+async def test_a_live_target_out_of_reach_is_told_with_the_change() -> None:
+    rig = Rig(mode="off")
+    told = rig.control.admin.answer("change_planner", {"targets": {"m": {"itl_ms": 2}}})[1]
+    assert told["unreachable"] == {"m/main": ["itl_ms = 2 is out of reach; best is 10.2 ms"]}

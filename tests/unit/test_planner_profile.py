@@ -10,14 +10,25 @@ import pytest
 
 from planner.fit_times import fit_prefill, fit_step
 from planner.observation import FittedTimes
-from planner.profile import make_profile, measure
+from planner.profile import main, make_profile, measure, provenance_of
 from planner.profile_picture import draw_fit
 from planner.timing_profile import Profile, Provenance, check_profile, load_profile, save_profile
-from serving.config import EngineConfig, SimProfile
+from serving.config import EngineConfig, SimProfile, Variant, load_config
 from serving.engine.sim import build_sim_engine
 from serving.errors import ConfigError, StartError
 
-MADE = Provenance("m", "d" * 32, "torch", "bfloat16", "NVIDIA H200", "0.1", "2026-01-01")
+MADE = Provenance(
+    "m", "d" * 32, "torch", "bfloat16", "NVIDIA H200", "0.1", "2026-01-01", parallel="tp2pp1", threads=0
+)
+
+
+# As written before profiles told their layout.
+BEFORE = """{
+ "provenance": {"model": "m", "weights_digest": "d", "engine": "torch", "dtype": "bfloat16",
+                "device": "NVIDIA H200", "version": "0.1", "date": "2026-01-01"},
+ "times": {"prefill": [1,2,3], "step": [2,3,4], "prefill_spread": 0, "step_spread": 0, "samples": 9},
+ "prefill_points": [], "step_points": []
+}"""
 
 
 def test_fits_find_the_coefficients() -> None:
@@ -78,28 +89,36 @@ def test_too_few_points_are_refused() -> None:
     ("changes", "says"),
     [
         pytest.param({"weights_digest": "e" * 32}, "weights", id="model"),
+        pytest.param({"parallel": "tp1pp1"}, "parallel 'tp1pp1'; allowed here: 'tp2pp1'", id="layout"),
+        pytest.param({"threads": 4}, "threads 4; allowed here: 0", id="threads"),
+        pytest.param({"parallel": ""}, "make it anew with python -m planner.profile", id="of before"),
         pytest.param({"device": "NVIDIA A100"}, "'NVIDIA A100'", id="device"),
         pytest.param({"dtype": "float32"}, "dtype", id="dtype"),
         pytest.param({"engine": "sim"}, "engine", id="engine"),
     ],
 )
-def test_a_profile_of_something_else_is_refused(changes: dict[str, str], says: str) -> None:
-    profile = Profile(replace(MADE, **changes), FittedTimes((1, 1, 0), (1, 1, 0)))
+def test_a_profile_of_something_else_is_refused(changes: dict[str, object], says: str) -> None:
+    profile = Profile(replace(MADE, **changes), FittedTimes((1, 1, 0), (1, 1, 0)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=says) as refused:
-        check_profile(
-            profile, weights_digest="d" * 32, engine="torch", dtype="bfloat16", device="NVIDIA H200"
-        )
+        check_profile(profile, MADE)
     assert "\n" not in str(refused.value)
 
 
 def test_its_own_profile_is_accepted() -> None:
     profile = Profile(MADE, FittedTimes((1, 1, 0), (1, 1, 0)))
-    check_profile(profile, weights_digest="d" * 32, engine="torch", dtype="bfloat16", device="NVIDIA H200")
+    check_profile(profile, replace(MADE, model="other/path", version="0.2", date="2026-02-01"))
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [pytest.param(None, "no such file", id="missing"), pytest.param("{}", "allowed", id="not one")],
+    [
+        pytest.param(None, "no such file", id="missing"),
+        pytest.param("{}", "allowed", id="not one"),
+        pytest.param(BEFORE.replace("[1,", "[-1,"), "prefill = .*; allowed: none below 0", id="below 0"),
+        pytest.param(
+            BEFORE.replace("[2,3,4]", "[0,0,0]"), "step = .*; allowed: none below 0", id="no time"
+        ),
+    ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, content: str | None, says: str) -> None:
     path = tmp_path / "x.json"
@@ -108,3 +127,71 @@ def test_a_bad_file_is_one_line(tmp_path: Path, content: str | None, says: str) 
     with pytest.raises(ConfigError, match=says) as refused:
         load_profile(path)
     assert "\n" not in str(refused.value)
+
+
+def test_a_profile_of_before_can_be_read_and_is_not_believed(tmp_path: Path) -> None:
+    """The simulator takes it for what it is told to simulate; a worker does not start with it."""
+    path = tmp_path / "x.json"
+    path.write_text(BEFORE)
+    profile = load_profile(path)
+    assert (profile.provenance.parallel, profile.provenance.threads) == ("", 0)
+    with pytest.raises(ConfigError, match="does not say in which layout"):
+        check_profile(profile, MADE)
+
+
+def variant_of(**settings: object) -> Variant:
+    given = {"weights": "m", "engine": {"kind": "torch"}, **settings}
+    return load_config({"models": [{"name": "m", "variants": [given]}]}).models[0].variants[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parallel", "threads"),
+    [
+        pytest.param({"engine": {"kind": "torch", "threads": 3}}, ["tp1pp1"] * 2, 3, id="cpu"),
+        pytest.param(
+            {"engine": {"kind": "torch", "device": "cuda", "threads": 3}}, ["tp1pp1"] * 2, 0, id="gpu"
+        ),
+        pytest.param(
+            {
+                "engine": {"kind": "tensorrt_llm", "trtllm": {"topology_pairs": ["tp2pp1>tp4pp2"]}},
+                "parallel": {"tensor": 2},
+                "prefill": {"gpus": 2},
+                "decode": {"gpus": 8, "parallel": {"tensor": 4, "pipeline": 2}},
+            },
+            ["tp2pp1", "tp4pp2"],
+            0,
+            id="unequal pools",
+        ),
+    ],
+)
+def test_provenance_tells_layout_and_threads(
+    settings: dict[str, object], parallel: list[str], threads: int
+) -> None:
+    variant = variant_of(**settings)
+    made = [provenance_of(variant, "d" * 32, role) for role in ("prefill", "decode")]
+    assert [provenance.parallel for provenance in made] == parallel
+    assert {provenance.threads for provenance in made} == {threads}
+
+
+def test_a_variant_of_unequal_pools_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("""
+applications:
+- name: llm
+  import_path: serving.app:build
+  args:
+    models:
+    - name: m
+      variants:
+      - weights: m
+        engine: {kind: tensorrt_llm, trtllm: {topology_pairs: ["tp1pp1>tp2pp1"]}}
+        prefill: {gpus: 1}
+        decode: {gpus: 2, parallel: {tensor: 2}}
+""")
+    assert main([f"--config={config}", f"--out={tmp_path}/x"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "m/main has prefill workers of tp1pp1, decode workers of tp2pp1: no profile holds for both" in said
+    )

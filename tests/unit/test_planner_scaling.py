@@ -62,6 +62,15 @@ def test_pool_seen(counts: ReplicaCounts, workers: list[PoolWorker], seen: PoolS
     assert pool_seen("decode", counts, workers) == seen
 
 
+@pytest.mark.parametrize(("told", "unplaced"), [(None, None), (0, 0), (2, 2), (9, 3)])
+def test_replicas_without_a_place_are_some_of_those_that_start(
+    told: int | None, unplaced: int | None
+) -> None:
+    counts = ReplicaCounts(5, 2, 3, 0, unplaced=told)
+    there = [worker("a"), worker("b")]
+    assert pool_seen("decode", counts, there) == PoolSeen(2, starting=3, unplaced=unplaced)
+
+
 def test_set_aside() -> None:
     workers = [worker("a"), aside("b"), aside("c"), aside("p", pool="prefill")]
     assert set_aside("decode", ReplicaCounts(3, 3, 0, 0), workers) == 2

@@ -26,7 +26,7 @@ from planner.workload import TraceRequest, load_trace, made_up, servegen_day
 
 TIMES = EngineTimes(prefill=(0.0, 0.1, 0.0), step=(20.0, 0.5, 0.0), move_ms=0.0)
 TARGETS = Targets(1000, 100, 40, 95)
-CRITERION = Criterion.of(TARGETS)
+CRITERION = Criterion(TARGETS)
 
 
 def simulated(policy: Policy, requests: list[TraceRequest], **changes: object) -> Cluster:

@@ -21,6 +21,7 @@ from serving.kv.local import LocalTransfer, Switchboard
 from serving.link import Identity, Link, dial
 from serving.metrics import Registry
 from serving.wire import (
+    LAYOUT,
     AnyMessage,
     Cancel,
     Ended,
@@ -232,14 +233,14 @@ async def test_cancel_while_reading_keeps_the_blocks_in_quarantine(rig: Rig) -> 
     await rig.everything_is_free()
 
 
-async def test_layout_error_reaches_client() -> None:
+async def test_another_layout_is_told_to_the_frontend() -> None:
     rig = Rig(model="another")
     await rig.start()
     rig.hand_off(1, 40)
     await until(lambda: 2 in rig.frontend.ended)
     ended = rig.frontend.ended[2]
     assert "layout" in (ended.error or "")
-    assert not ended.retryable
+    assert (ended.reason, ended.retryable) == (LAYOUT, True)
     rig.links[rig.prefill].send(Cancel(1))  # as the frontend would
     await rig.everything_is_free()
     await rig.stop()

@@ -38,9 +38,11 @@ def build_trtllm_engine(
     *,
     gpus: int | None = None,
     placement: Mapping[str, Any] | None = None,
+    topology: str = "",
 ) -> TrtllmEngine:
     """`role`: prefill or decode. `gpus`: how many this process may use, None when nobody knows.
-    `placement`: of the Ray orchestrator. Blocks for as long as the weights take.
+    `placement`: of the Ray orchestrator. `topology`: of both pools, as in "tp2pp1>tp1pp1". Blocks for as
+    long as the weights take.
 
     Raises ConfigError or StartError, one line.
     """
@@ -54,13 +56,15 @@ def build_trtllm_engine(
     except Exception as error:
         raise StartError(f"TensorRT-LLM does not start with {directory}: {one_line(error)}") from error
     try:
-        return _first_answer(api, llm, config, checkpoint)
+        return _first_answer(api, llm, config, checkpoint, topology)
     except BaseException:
         llm.shutdown()
         raise
 
 
-def _first_answer(api: Api, llm: Any, config: EngineConfig, checkpoint: Checkpoint) -> TrtllmEngine:
+def _first_answer(
+    api: Api, llm: Any, config: EngineConfig, checkpoint: Checkpoint, topology: str
+) -> TrtllmEngine:
     card = checkpoint.card
     asking = Asking(api, llm, config.trtllm, sorted(card.eos_token_ids))
     params = SamplingParams(max_tokens=1, seed=0, temperature=0.0, ignore_eos=True)
@@ -80,7 +84,7 @@ def _first_answer(api: Api, llm: Any, config: EngineConfig, checkpoint: Checkpoi
         config=config.trtllm,
         events=events,
         memory=KVMemory(0, block_bytes, _capacity(llm, events, config.block_tokens), kind="VRAM"),
-        layout=layout_of(api, config, checkpoint, model_digest(checkpoint.directory)),
+        layout=layout_of(api, config, checkpoint, model_digest(checkpoint.directory), topology),
         block_tokens=config.block_tokens,
         context_tokens=checkpoint.context_tokens(config.trtllm.max_seq_len),
     )
