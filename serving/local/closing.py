@@ -1,4 +1,4 @@
-"""Ask the frontends of a local cluster to close (serving/closing.py), and wait for what they still answer."""
+"""Ask the frontends of a local cluster to close (serving/closing.py), and wait for their last answers."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from serving.config import PromptRange, load_config
 from serving.engine.base import SamplingParams
 from serving.errors import ContextLengthExceeded
 from serving.frontend_host import VariantGenerator
-from serving.generation import CollectedText, GenerationRequest
+from serving.generation import CollectedText, GenerationInfo, GenerationRequest
 from serving.variant_choice import Offer, choose_variant
 
 
@@ -85,13 +86,14 @@ def generator(able: dict[str, bool]) -> tuple[VariantGenerator, list[tuple[str, 
     )
 
     def links(name: str) -> Any:
-        def start(request: GenerationRequest, sink: object) -> None:
+        def start(request: GenerationRequest, sink: object) -> Any:
             started.append((name, len(request.prompt)))
+            return SimpleNamespace(info=GenerationInfo())
 
         return SimpleNamespace(can_answer=able[name], coordinator=SimpleNamespace(start=start))
 
     variants = {("m", name): links(name) for name in able}
-    return VariantGenerator(config, variants, seed=1), started
+    return VariantGenerator(config, variants, seed=1, clock=time.monotonic), started
 
 
 def ask(generator: VariantGenerator, n_tokens: int) -> None:
