@@ -101,7 +101,7 @@ class Setup:
         return config
 
     def changed(self, **args: Any) -> Setup:
-        """With other `args` sections: every replica restarts for them."""
+        """With other `args` sections: frontends restart for any, workers for those they read."""
         return replace(self, args={**self.args, **args})
 
     @property

@@ -380,7 +380,7 @@ FAULTS = [
     Fault(
         "rolling_update",
         "`serve deploy` with changed args while four decode workers run",
-        partial(rolling_update, router={"local_prefill": False, "regret_weight": 1.5}),
+        partial(rolling_update, revision="2"),
         "migration",
         demands=MOVED,
         prepare=to_four,

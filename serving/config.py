@@ -275,6 +275,7 @@ class AppConfig(Section, frozen=True):
     link: LinkConfig = LinkConfig()
     security: SecurityConfig = SecurityConfig()
     health: HealthConfig = HealthConfig()
+    revision: Annotated[str, Meta(max_length=64)] = ""  # any text; a new one replaces every replica
 
 
 def load_config(args: Mapping[str, Any]) -> AppConfig:

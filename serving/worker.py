@@ -13,7 +13,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from serving.config import AppConfig, Deadlines, Variant, load_config
+from serving.config import Deadlines, Variant, load_config
 from serving.control_client import ControlClient
 from serving.engine.base import Engine
 from serving.engine.factory import build_engine
@@ -38,6 +38,7 @@ from serving.replica import (
 )
 from serving.times_check import check_times
 from serving.wire import Register
+from serving.worker_args import find_variant, worker_args
 from serving.worker_drain import until_unneeded
 from serving.worker_host import WorkerHost
 from serving.worker_orders import OrderedWorker
@@ -146,10 +147,6 @@ def engine_place(variant: Variant) -> dict[str, Any]:
     return {"gpus": len(ray.get_gpu_ids())}
 
 
-def find_variant(config: AppConfig, model: str, variant: str) -> Variant:
-    return next(v for m in config.models if m.name == model for v in m.variants if v.name == variant)
-
-
 def worker_deployment(
     *,
     name: str,
@@ -191,4 +188,4 @@ def worker_deployment(
         request_router_config=FOUND_BY_MEMBERS,
         logging_config={"enable_access_log": False},
     )
-    return deployment.bind(args, model, variant.name, role, control)
+    return deployment.bind(worker_args(args, model, variant.name), model, variant.name, role, control)
