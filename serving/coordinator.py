@@ -34,7 +34,7 @@ from serving.errors import (
 from serving.frontend_metrics import FrontendMetrics
 from serving.gate import Gate, Refused
 from serving.generation import GenerationRequest, Sink
-from serving.lateness import Lateness, behind, is_fault
+from serving.lateness import COME_BACK_S, Lateness, behind, is_fault
 from serving.moving import MOVED, Mover
 from serving.placement import Placer
 from serving.requeue import Requeuer
@@ -83,6 +83,7 @@ class Coordinator:
         self._requeuer = Requeuer(self._live, self._placer, metrics, able=capabilities.tells_begun)
         self._mover = Mover(self._live, self._placer, self._requeuer, metrics, able=capabilities.migrate_kv)
         self._demand = Demand()
+        self._had_workers_s = -inf  # when one was lost
 
     @property
     def in_flight(self) -> int:
@@ -122,20 +123,20 @@ class Coordinator:
             self._metrics.rejects.inc(labels=("inflight",))
             raise Overloaded(f"{self._max_inflight} requests are in flight; try again shortly")
         run = Run(request, sink, now, self._cancel)
-        limit_ms = self._request_ms
-        if request.timeout_ms is not None:
-            limit_ms = min(limit_ms, request.timeout_ms)
-        run.deadline_s = now + limit_ms / 1e3
+        run.deadline_s = now + min(self._request_ms, request.timeout_ms or inf) / 1e3
+        uncached = n_prompt
         try:
-            choice = self._placer.place(run, now)
-        except NoWorker:
-            self._demand.arrived(n_prompt, n_prompt, request.slo_class, now)
-            self._metrics.rejects.inc(labels=("no_worker",))
-            raise
+            uncached = max(n_prompt - self._placer.place(run, now).cached_tokens, 1)
+        except NoWorker as error:
+            if now - self._had_workers_s > COME_BACK_S:
+                self._demand.arrived(n_prompt, n_prompt, request.slo_class, now)
+                self._metrics.rejects.inc(labels=("no_worker",))
+                raise
+            run.waits_after = error
         except Refused as refused:
             self._demand.arrived(n_prompt, refused.uncached_tokens, request.slo_class, now)
             raise
-        self._demand.arrived(n_prompt, max(n_prompt - choice.cached_tokens, 1), request.slo_class, now)
+        self._demand.arrived(n_prompt, uncached, request.slo_class, now)
         self._live[run] = None
         self._budget.earn()
         self._metrics.prompt_tokens.observe(n_prompt)
@@ -344,7 +345,7 @@ class Coordinator:
 
     def on_worker_lost(self, ident: str) -> None:
         """The link to `ident` is gone; its runs go on elsewhere."""
-        now = self._clock()
+        now = self._had_workers_s = self._clock()
         for run in list(self._live):
             for attempt in list(run.attempts.values()):
                 if attempt.worker == ident and attempt.ident in run.attempts:  # else a retry took it back
@@ -404,19 +405,20 @@ class Coordinator:
             self._placer.place(run, now)
         except NoWorker:
             run.waits_after = error
+        except KVRelayError as refused:  # it is placed for the first time, and not admitted
+            self._fail(run, refused)
         else:
             run.waits_after = None
-            self._metrics.resumes.inc()
+            self._metrics.resumes.inc(run.placements > 1)
 
     def _overdue(self, run: Run) -> None:
         self._metrics.deadlines.inc(labels=("request",))
         self._fail(run, DeadlineExceeded("the request's deadline passed"))
 
     def _count_failures(self, workers: Iterable[str], now: float) -> None:
-        for worker in workers:
-            if self._breakers.failed(worker, now):
-                self._metrics.breaker_openings.inc()
-                log.warning("worker %s fails requests in a row: avoided for a while", worker)
+        for worker in filter(lambda worker: self._breakers.failed(worker, now), workers):
+            self._metrics.breaker_openings.inc()
+            log.warning("worker %s fails requests in a row: avoided for a while", worker)
 
     def sweep(self) -> None:
         """Enforce the deadlines; call it every quarter of a second."""

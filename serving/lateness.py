@@ -9,6 +9,9 @@ from serving.engine.base import Mode
 from serving.run import Attempt, Run, Stage, WorkerEntry
 
 ROOM, SILENCE = "room", "silence"
+# A link is dialled anew within a second. A new request waits so long where there were workers just now,
+# instead of being refused.
+COME_BACK_S = 10.0
 
 
 class Lateness:
@@ -31,6 +34,8 @@ class Lateness:
         decode worker is well and has none for it: a queue."""
         if run.stage in (Stage.QUEUE, Stage.PREFILL):
             since_s = run.stage_s
+            if run.placements == 0:
+                return run.stage.value if now_s - since_s > COME_BACK_S else None
         elif self._lacks_room(run):
             run.parked_s = now_s
             return ROOM if (now_s - run.last_s) * 1e3 > self._queue_ms else None

@@ -58,8 +58,8 @@ class Mover:
                 there += 1
                 if run.move is not None:
                     moving += run.move.source == attempt.ident
-                elif attempt not in run.decoding:
-                    continue
+                elif attempt not in run.decoding or len(run.sent) == run.request.params.max_tokens:
+                    continue  # it is the other side's, or only its end is still to be told
                 elif run.stage is Stage.DECODE:
                     running.append((run, attempt))
                 else:

@@ -7,7 +7,8 @@ import pytest
 from serving.breaker import THRESHOLD
 from serving.coordinator import MAX_TRIES
 from serving.engine.base import FinishReason, Mode
-from serving.errors import DeadlineExceeded, EngineFailure, WorkerLost
+from serving.errors import DeadlineExceeded, EngineFailure, NoWorker, Overloaded, WorkerLost
+from serving.lateness import COME_BACK_S
 from serving.wire import STEP, Begun, Ended, Step, unpack_u32
 from tests.unit.coordinator_rig import Bench
 
@@ -206,4 +207,67 @@ def test_a_worker_lost_between_the_last_token_and_the_end_takes_nothing_with_it(
     bench.tokens(bench.submits("d0")[0].attempt, 0, *range(max_tokens))
     bench.lose("d0")
     assert (sink.reason, run.info.resumes) == (FinishReason.LENGTH, 0)
+    bench.check_idle()
+
+
+# ------------------------------------------------------------ nobody there
+
+
+def sweeps(bench: Bench, seconds: float) -> None:
+    until = bench.now + seconds
+    while bench.now < until:
+        bench.now += 0.25
+        bench.coordinator.sweep()
+
+
+def test_a_new_request_waits_where_there_were_workers_just_now():
+    bench = Bench()
+    bench.lose("d0")
+    bench.now += COME_BACK_S - 1
+    run, sink = bench.start()
+    sweeps(bench, COME_BACK_S - 1)
+    assert bench.coordinator.in_flight == 1
+    bench.add("d1", "decode")
+    sweeps(bench, 0.25)
+    prefill, decode = bench.submits("p0")[0], bench.submits("d1")[0]
+    bench.tokens(prefill.attempt, 0, 10)
+    bench.tokens(decode.attempt, 1, 11, 12, 13, ended="length")
+    assert sink.tokens == [10, 11, 12, 13]
+    assert (run.info.resumes, bench.coordinator._metrics.resumes.value()) == (0, 0)
+    bench.check_idle()
+
+
+def test_it_does_not_wait_for_ever():
+    bench = Bench()
+    bench.lose("d0")
+    _, sink = bench.start()
+    sweeps(bench, COME_BACK_S + 0.5)
+    assert isinstance(sink.error, NoWorker)
+    assert len(bench.coordinator.report("m", "main").arrivals) == 1
+    bench.check_idle()
+
+
+def test_where_there_was_nobody_it_is_refused_at_once():
+    bench = Bench()
+    bench.lose("d0")
+    bench.now += COME_BACK_S + 0.1
+    with pytest.raises(NoWorker):
+        bench.start()
+    bench.check_idle()
+
+
+def test_what_waited_passes_the_gate_when_it_is_placed():
+    class Closed:
+        def check(self, *_: object) -> None:
+            raise Overloaded("too much", retry_after_s=3)
+
+        def ended(self, tokens: int) -> None: ...
+
+    bench = Bench()
+    bench.lose("d0")
+    _, sink = bench.start()
+    bench.coordinator._placer._gate = Closed()  # type: ignore[assignment]
+    bench.add("d1", "decode")
+    sweeps(bench, 0.25)
+    assert isinstance(sink.error, Overloaded)
     bench.check_idle()
