@@ -33,8 +33,6 @@ class Request:
         if self.target is not None and self.target[1] in ended:
             (end,) = ended[self.target[1]]
             if end.error is not None:
-                moved = self.way[-1][1] in ended and rig.frontend.outcome(self.way[-1][1]) == "moved"
-                self.lost = self.lost or moved
                 self.target = None
         if self.target is not None and self.way[-1][1] in ended:
             if rig.frontend.outcome(self.way[-1][1]) == "moved":
@@ -42,6 +40,8 @@ class Request:
             else:
                 rig.cancel(*self.target)
             self.target = None
+        if self.target is None and self.way[-1][1] in ended:  # the two sides' words come in any order
+            self.lost = self.lost or rig.frontend.outcome(self.way[-1][1]) == "moved"
 
     def over(self, rig: Rig) -> bool:
         self.look(rig)
