@@ -302,7 +302,8 @@ async def test_a_worker_that_leaves_ends_its_streams_first() -> None:
 # ---------------------------------------------------------------- health and metrics
 
 
-async def test_health_says_what_can_be_answered() -> None:
+async def test_health_says_what_can_be_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serving.coordinator.COME_BACK_S", -1.0)  # nobody waits for the dead
     async with App() as app:
         right = await app.complete(prompt(30))
 

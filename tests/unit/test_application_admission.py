@@ -142,8 +142,9 @@ async def test_what_can_never_be_answered_is_a_400_without_retry_after() -> None
     ],
 )
 async def test_a_pool_at_zero_tells_how_long_a_start_takes(
-    planner: dict[str, object], told_s: list[int]
+    monkeypatch: pytest.MonkeyPatch, planner: dict[str, object], told_s: list[int]
 ) -> None:
+    monkeypatch.setattr("serving.coordinator.COME_BACK_S", -1.0)  # nobody waits for them
     now_s = [100.0]
     async with App(planner={"startup_s": 30, "interval_s": 5, **planner}) as app:
         generator = app.frontends[0]._generator
