@@ -15,7 +15,8 @@ from decode.counters import HandoffCounters, MoveCounters, failure_kind
 from serving.config import Deadlines
 from serving.engine.base import AttemptId, Engine, Reserved, SelfMovingEngine
 from serving.errors import KVRelayError, LayoutMismatch, TransferError
-from serving.kv.reader import Job, KvReader, NothingToRead
+from serving.kv.read_job import Job
+from serving.kv.reader import KvReader, NothingToRead
 from serving.wire import Attach, Message, Ready, Submit
 
 log = logging.getLogger(__name__)
@@ -68,9 +69,9 @@ class DecodeRole:
 
     # -- Ending
 
-    def ask(self, job: Job, reserved: Reserved) -> Message:
-        if not job.live:
-            return Attach(job.source, reserved.n_cached)
+    def ask(self, job: Job, reserved: Reserved | None) -> Message:
+        if reserved is None:
+            return Attach(job.source, 0)
         assert job.peer is not None
         if job.peer.link.wire_version < Ready.since:
             raise TransferError(f"{job.address} is too old for a live hand-off")

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from decode.counters import failure_kind
 from serving.engine.base import AttemptId, Engine, Reserved
-from serving.kv.reader import Job, KvReader
+from serving.kv.read_job import Job
+from serving.kv.reader import KvReader
 from serving.wire import Lend, Message, Submit, loan_of
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class PullRole:
 
     # -- Ending
 
-    def ask(self, job: Job, reserved: Reserved) -> Message:
+    def ask(self, job: Job, reserved: Reserved | None) -> Message:
+        assert reserved is not None  # a pull is no early job
         n_bytes = len(reserved.blocks) * self._engine.block_tokens * TOKEN_BYTES
         return Lend(job.source, job.submit.namespace, job.submit.tokens[:n_bytes], reserved.n_cached)
 

@@ -155,7 +155,9 @@ class Told:
         for start in output.started:
             assert self.started.setdefault(start.attempt, start) is start
         for reserved in output.reserved:
-            assert self.reserved.setdefault(reserved.attempt, reserved) is reserved
+            void = self.reserved.get(reserved.attempt)
+            assert void is None or not void.claim()  # the engine took it back
+            self.reserved[reserved.attempt] = reserved
         for chunk in output.chunks:
             self.chunks.setdefault(chunk.attempt, []).append(chunk)
         for end in output.finished:

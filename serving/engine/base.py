@@ -10,6 +10,11 @@ How a request lives here, by `Mode`:
     PREFILL  submit -> chunks ... -> first token -> (finished, or leased until `release`)
     DECODE   submit -> reserved -> [KV arrives outside] -> `kv_arrived` -> tokens ... -> finished
 
+Blocks that are reserved before a peer has begun with their KV are on loan: who can use them now takes them
+back, and another `reserved` follows. For a peer needs blocks to begin, and those it has are freed when they
+are read, into ours: if ours were kept for what it cannot begin, both could wait for ever. `Reserved.claim`
+ends the loan; `kv_begun` says that there is something to read.
+
 LOCAL and PREFILL may *pull* (`Work.pull_tokens`): they begin with `submit -> reserved -> [KV of a prefix
 arrives outside] -> prefix_arrived`, and compute what did not come. A peer that is pulled from `lend`s.
 
@@ -24,6 +29,7 @@ arrive as DECODE attempts:
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -120,6 +126,16 @@ class Reserved:
     # DECODE: of the whole prompt, and of what is reserved; a pull: the full ones of its `pull_tokens`.
     blocks: list[BlockId]
     n_cached: int  # leading blocks that need no transfer
+    _claims: deque[None] = field(default_factory=lambda: deque([None]), repr=False, compare=False)
+
+    def claim(self) -> bool:
+        """True for the first who asks, from any thread: a reader that is about to write to the blocks, or
+        the engine, which then gives them to others."""
+        try:
+            self._claims.pop()  # a deque's `pop` is atomic
+        except IndexError:
+            return False
+        return True
 
 
 @dataclass(slots=True)
@@ -331,6 +347,9 @@ class Engine(Protocol):
         `token` has position 0; or, with `Work.reserve_tokens`, is the last of the work's tokens and
         of those `drawn` since, for which there is room.
         """
+
+    def kv_begun(self, attempt: AttemptId) -> None:
+        """DECODE: a peer has some of its KV. From now on it can use its blocks; idempotent."""
 
     def release(self, attempt: AttemptId) -> None:
         """PREFILL, `lend`: nobody needs the blocks of `attempt` any more (read, expired or refused);

@@ -119,6 +119,9 @@ class EngineCore:
     def kv_arrived(self, attempt: AttemptId, token: int, drawn: Items[int] = ()) -> None:
         self._post(partial(self._accept, attempt, token, drawn))
 
+    def kv_begun(self, attempt: AttemptId) -> None:
+        self._post(partial(self._scheduler.kv_begun, attempt))
+
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
         self._post(partial(self._accept_prefix, attempt, n_blocks))
 

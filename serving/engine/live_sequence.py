@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvrouter.hashing import block_hashes, next_hash, token_bytes
-from serving.engine.base import AttemptId, BlockHash, BlockId, Mode
+from serving.engine.base import AttemptId, BlockHash, BlockId, Mode, Reserved
 from serving.engine.sequence import Sequence
 from serving.kv.block_pool import BlockPool, CachedBlock
 
@@ -17,7 +17,7 @@ _TOKEN_SIZE = 4  # bytes of a token in `token_bytes`
 class Stage(Enum):
     """Where a sequence is. Leased blocks have no sequence: they are the pool's, by attempt."""
 
-    WAITING = "waiting"  # new, preempted or gave blocks back; holds none but those it announced
+    WAITING = "waiting"  # new, preempted or gave blocks back; holds none
     RESERVED = "reserved"  # holds its blocks, KV from a peer is on its way
     READY = "ready"  # DECODE: the KV is here, waits for a place in the batch
     PREFILL = "prefill"
@@ -40,6 +40,10 @@ class LiveSequence(Sequence):
     remote: bool = field(
         init=False
     )  # KV comes from a peer first: DECODE until preempted, a pull until done
+    there: bool = field(
+        init=False
+    )  # a peer has some of it, or need not compute it; not so before `kv_begun`
+    offer: Reserved | None = None  # the last one told
     reserve: int = 0  # tokens that its owner may draw until it is here, see Work.reserve_tokens
     pull_blocks: int = 0  # leading blocks that a peer may have, 0: no pull
     pulled: int = 0  # of them those that came from it, at the last start
@@ -54,6 +58,7 @@ class LiveSequence(Sequence):
         self.attempt = self.work.attempt
         self.n_prompt = self.work.n_prompt
         self.remote = self.work.mode is Mode.DECODE
+        self.there = not self.remote or self.work.reserve_tokens > 0
 
     def __lt__(self, other: LiveSequence) -> bool:
         """Due before `other`; of those due at the same time, the one that came first."""
@@ -101,10 +106,6 @@ class BlockTables:
         pool = self._pool
         if pool.available < seq.wants:
             return False
-        if seq.blocks:  # it announced them, and gave back the rest
-            for _ in range(self.needed(seq) - len(seq.blocks)):
-                pool.grow(seq.attempt)
-            return True
         found = self._find(seq)
         blocks = pool.hold(seq.attempt, seq.work.namespace, found, self.needed(seq))
         if blocks is None:
@@ -120,28 +121,20 @@ class BlockTables:
         """How many of `others`, in this order, must `give_back` so that `seq`, which could not start, can;
         0 if not even all of them help, or none is needed any more."""
         pool = self._pool
-        if sum(len(other.blocks) - other.announced for other in others) < seq.wants - pool.available:
+        if sum(len(other.blocks) for other in others) < seq.wants - pool.available:
             return 0
-        found = []
-        if not seq.blocks:
-            found = self._find(seq)
-            seq.wants = pool.cost(found, self.needed(seq))
+        found = self._find(seq)
+        seq.wants = pool.cost(found, self.needed(seq))
         short = seq.wants - pool.available
-        if short <= 0:
-            return 0
-        return pool.enough(short, [(other.attempt, other.announced) for other in others], found)
+        return pool.enough(short, [other.attempt for other in others], found) if short > 0 else 0
 
     def give_back(self, seq: LiveSequence) -> int:
-        """Keep of a prompt that is not done what was announced; the rest is free, or cached where it is
-        full and computed. Returns how many tokens are to compute if that stays cached."""
-        if not seq.announced:
-            left = len(seq.tokens) - len(seq.hashes) * self._block_tokens
-            self.empty(seq)
-            return left
-        self._pool.shrink(seq.attempt, seq.announced)
-        seq.wants = self.needed(seq) - seq.announced
-        seq.computed = seq.announced * self._block_tokens
-        return seq.n_remaining
+        """Free the blocks of `seq`, of which nothing was announced, so that it can start over. What is full
+        and computed stays cached; returns how many tokens are to compute if it is still there then."""
+        left = len(seq.tokens) - len(seq.hashes) * self._block_tokens
+        self._pool.free(seq.attempt)
+        seq.blocks, seq.hashes, seq.computed, seq.wants = [], [], 0, 0
+        return left
 
     def commit(self, seq: LiveSequence) -> None:
         """Make the blocks that are full and computed by now findable."""
@@ -154,12 +147,6 @@ class BlockTables:
                 name = next_hash(hashes[-1] if hashes else seq.work.namespace, data)
             hashes.append(name)
             self._pool.commit(seq.attempt, name, data)
-
-    def empty(self, seq: LiveSequence) -> None:
-        """Free the blocks of `seq` so that it can start over; their content stays cached."""
-        self._pool.free(seq.attempt)
-        seq.blocks, seq.hashes, seq.computed, seq.wants = [], [], 0, 0
-        seq.remote = False
 
     def _find(self, seq: LiveSequence) -> list[CachedBlock]:
         """The leading blocks of `seq` that are cached and of use; names its blocks if need be."""

@@ -5,22 +5,26 @@ its tokens out in due order anew, so a prompt that is due earlier overtakes one 
 keeps its blocks ("parked"). If the earlier one lacks blocks, those due later give theirs back, the latest
 first and only if that is enough: what they computed stays in the cache, and they wait for a new start.
 
-Blocks that a reader was told of (`announced`) are never given back: it may be reading them. Such a prompt
-is shortened to them and goes on from there once the rest is there again.
+A prompt of which a reader was told blocks (`announced`) gives none back: they may be read right now.
+
+KV that comes from a peer needs room here too. It is reserved ahead, so that a read can begin with the first
+chunk that the peer announces. Until then it is on loan: whoever can use it now takes it back, whatever is
+due when. Who waits for room comes before who would only reserve it.
 
 Why everybody gets done:
   - Due times and arrival numbers make a total order that does not change (a preempted decode moves up,
-    once). Blocks are only taken from who stands later. So in the list of those that hold all their blocks,
-    sorted by that order, every taking adds one before those it drops: a strict lexicographic increase.
-    No two prompts can take from each other in turn, and the first one keeps what it has.
+    once). What is not on loan is only taken from who stands later. So in the list of those that hold
+    all their blocks, sorted by that order, every taking adds one before those it drops: a strict
+    lexicographic increase. No two prompts can take from each other in turn, and the first one keeps what
+    it has.
   - Who holds all its blocks needs nothing more to get its first token, and computes whenever those before
     it do not.
-  - While one waits for blocks, nobody after it starts, so what is given back gathers for it. The exception
-    are shortened prompts, who pin blocks until they end: any of them may go on if its rest is there. When
-    nothing else is held, at least one can: the last to be shortened was whole beside the pins of the
-    others, and those have not grown since, because pins only grow while whole.
+  - While one waits for blocks, nobody after it starts, so what is given back gathers for it.
   - A pull holds its blocks while nobody can take them, for as long as its reader waits, which has an end.
     Then it is started, and what was said of those holds for it.
+  - A peer that has begun with a prompt holds all the blocks it needs for that, and until they are read. So
+    who keeps room here for its KV waits for nothing but that, and who waits at the peer for blocks keeps no
+    room here that anybody needs: no circle of waits goes through two workers.
   - Decodes are preempted for each other's next token (Scheduler), so at most as often as tokens are drawn.
 """
 
@@ -37,20 +41,21 @@ MOST_TOLD = 64  # prompts in a load report
 
 
 class PromptQueue:
-    """All sequences in WAITING and PREFILL, and pulls in RESERVED. `add` and `remove` are a pair."""
+    """All sequences in WAITING and PREFILL, and those in RESERVED. `add` and `remove` are a pair."""
 
     def __init__(self, tables: BlockTables, counters: Counters) -> None:
         self.todo = 0  # tokens still to compute here: the sum of `left`
         self._tables = tables
         self._counters = counters
         self._prompts: list[LiveSequence] = []  # in order: to compute here, started or not
-        self._remote: list[LiveSequence] = []  # in order: waiting for room for a peer's KV
+        self._there: list[LiveSequence] = []  # in order: waiting for room for KV that a peer has
+        self._coming: list[LiveSequence] = []  # in order: for KV that no peer has begun with
+        self._loans: dict[AttemptId, LiveSequence] = {}  # the same, in RESERVED
         self._started: list[LiveSequence] = []  # those of `_prompts` in PREFILL
-        self._shortened: list[LiveSequence] = []  # those of them that wait and hold what they announced
         self._preempted: dict[AttemptId, None] = {}  # those of them that decoded before
 
     def __bool__(self) -> bool:
-        return bool(self._prompts or self._remote)
+        return bool(self._prompts or self._there or self._coming)
 
     @property
     def n_started(self) -> int:
@@ -62,10 +67,10 @@ class PromptQueue:
         if self._started:
             return True
         available = self._tables.available
-        heads = self._remote[:1] + self._prompts[:1]
-        if heads and min(heads).wants <= available:
-            return True
-        return any(seq.wants <= available for seq in self._shortened)
+        heads = self._there[:1] + self._prompts[:1]
+        if not heads:
+            return bool(self._coming) and self._coming[0].wants <= available
+        return min(heads).wants <= available + sum(len(seq.blocks) for seq in self._loans.values())
 
     def first(self) -> list[tuple[AttemptId, int, float]]:
         """Attempt, tokens left and due time of the first `MOST_TOLD`."""
@@ -73,15 +78,15 @@ class PromptQueue:
 
     def parked(self, ready: list[LiveSequence]) -> list[AttemptId]:
         """See Load: decodes that gave way, until they are back, `ready` ones, and whose KV a peer has."""
-        if not (self._preempted or ready or self._remote):
+        if not (self._preempted or ready or self._there):
             return []
-        waiting = (seq.attempt for seq in chain(ready, self._remote))
+        waiting = (seq.attempt for seq in chain(ready, self._there))
         return list(islice(chain(self._preempted, waiting), MOST_PARKED))
 
     def add(self, seq: LiveSequence) -> None:
         """`seq` waits; `due_s`, `number` and `left` are set."""
         seq.stage = Stage.WAITING
-        insort(self._remote if seq.remote else self._prompts, seq)
+        insort(self._queue_of(seq), seq)
         self.todo += seq.left
         if seq.begun:
             self._preempted[seq.attempt] = None
@@ -89,12 +94,12 @@ class PromptQueue:
     def remove(self, seq: LiveSequence) -> None:
         """Its prompt is done, or it is over; its blocks are the caller's to free."""
         self._preempted.pop(seq.attempt, None)
-        if seq.stage is not Stage.RESERVED:
-            (self._remote if seq.remote else self._prompts).remove(seq)
+        if seq.stage is Stage.RESERVED:
+            self._loans.pop(seq.attempt, None)
+        else:
+            self._queue_of(seq).remove(seq)
             if seq.stage is Stage.PREFILL:
                 self._started.remove(seq)
-            elif seq.blocks:
-                self._shortened.remove(seq)
         self.todo -= seq.left
         seq.left = 0
 
@@ -107,19 +112,46 @@ class PromptQueue:
     def reserve(self) -> list[LiveSequence]:
         """Those whose KV comes from a peer and that hold their blocks from now on, in RESERVED."""
         reserved: list[LiveSequence] = []
-        if not self._remote:
+        if not (self._there or self._coming):
             return reserved
         first = next((seq for seq in self._prompts if seq.stage is Stage.WAITING), None)
-        while self._remote:
-            seq = self._remote[0]
-            if first is not None and first.wants and first < seq:
-                break  # it lacked blocks and is before
-            if not self._hold(seq):
+        if first is not None and not first.wants:
+            first = None  # it did not lack blocks so far
+        for queue, hold in ((self._there, self._hold), (self._coming, self._tables.start)):
+            while queue and (first is None or queue[0] < first) and hold(queue[0]):
+                seq = queue.pop(0)
+                seq.stage = Stage.RESERVED
+                reserved.append(seq)
+                if not seq.there:
+                    self._loans[seq.attempt] = seq
+            if queue:
                 break
-            del self._remote[0]
-            seq.stage = Stage.RESERVED
-            reserved.append(seq)
         return reserved
+
+    def begun(self, seq: LiveSequence) -> None:
+        """A peer has some of its KV, in WAITING or RESERVED."""
+        if seq.stage is Stage.RESERVED:
+            del self._loans[seq.attempt]
+            seq.there = True
+        else:
+            self._coming.remove(seq)
+            seq.there = True
+            insort(self._there, seq)
+
+    def arrived(self, seq: LiveSequence) -> None:
+        """All its KV is here: it leaves RESERVED."""
+        self._loans.pop(seq.attempt, None)
+
+    def take_back(self) -> bool:
+        """The blocks on loan to the last one in order; False if none are."""
+        while self._loans:
+            seq = max(self._loans.values())
+            del self._loans[seq.attempt]
+            if seq.offer is not None and seq.offer.claim():
+                self._tables.give_back(seq)
+                self.add(seq)
+                return True
+        return False
 
     def pulled(self, seq: LiveSequence) -> None:
         """Its pull is over, in WAITING or RESERVED; from now on it is a prompt like any other.
@@ -128,7 +160,7 @@ class PromptQueue:
         """
         waits = seq.stage is Stage.WAITING
         if waits:
-            self._remote.remove(seq)
+            self._there.remove(seq)
         seq.remote = False
         insort(self._prompts, seq)
         if waits:
@@ -144,9 +176,9 @@ class PromptQueue:
         pieces: list[PrefillSlice] = []
         ahead = 0
         stuck = False  # one before lacks blocks
-        unseen = len(self._started) + len(self._shortened)  # that hold blocks
+        unseen = len(self._started)
         for seq in self._prompts:
-            if seq.blocks:
+            if seq.stage is Stage.PREFILL:
                 unseen -= 1
             elif stuck:
                 if not unseen:
@@ -157,8 +189,8 @@ class PromptQueue:
             if budget <= 0 or ahead + len(pieces) >= places:
                 break
             if seq.stage is Stage.WAITING:
-                stuck = stuck or bool(self._remote and self._remote[0] < seq)
-                if (stuck and not seq.blocks) or not self._hold(seq):
+                stuck = bool(self._there and self._there[0] < seq)
+                if stuck or not self._hold(seq):
                     stuck = True
                     continue
                 self._start(seq)
@@ -168,19 +200,20 @@ class PromptQueue:
         return pieces
 
     def _start(self, seq: LiveSequence) -> None:
-        if seq in self._shortened:
-            self._shortened.remove(seq)
         seq.stage = Stage.PREFILL
         self._started.append(seq)
         self._expect(seq, seq.n_remaining)
 
     def _hold(self, seq: LiveSequence) -> bool:
-        """Blocks for all of `seq`, if need be from prompts due later; those never have a slice yet."""
-        if self._tables.start(seq):
-            return True
-        later = sorted((other for other in self._started if seq < other), reverse=True)
-        if not later:
-            return False
+        """Blocks for all of `seq`, if need be those on loan, then from prompts due later."""
+        while not self._tables.start(seq):
+            if not self.take_back():
+                return self._hold_of_later(seq)
+        return True
+
+    def _hold_of_later(self, seq: LiveSequence) -> bool:
+        """They never have a slice of this step yet."""
+        later = sorted((o for o in self._started if seq < o and not o.announced), reverse=True)
         for other in later[: self._tables.givers(seq, later)]:
             self._give_back(other)
         return self._tables.start(seq)
@@ -190,8 +223,12 @@ class PromptQueue:
         self._started.remove(seq)
         self._counters.preemptions += 1
         self._expect(seq, self._tables.give_back(seq))
-        if seq.blocks:
-            self._shortened.append(seq)
+
+    def _queue_of(self, seq: LiveSequence) -> list[LiveSequence]:
+        """Where it waits."""
+        if not seq.remote:
+            return self._prompts
+        return self._there if seq.there else self._coming
 
     def _expect(self, seq: LiveSequence, left: int) -> None:
         self.todo += left - seq.left

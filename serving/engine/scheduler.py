@@ -1,14 +1,14 @@
 """Continuous batching: which sequences the next step computes, and what its tokens mean. Pure.
 
-    verbs (submit, cancel, kv_arrived, prefix_arrived, lend, share, pause, resume, release)
+    verbs (submit, cancel, kv_begun, kv_arrived, prefix_arrived, lend, share, pause, resume, release)
         ->  schedule  ->  [runner]  ->  apply  ->  collect
 
 A step computes all decodes, one token each, then prompt slices under the token budget, in the order in
 which prompts are due (PromptQueue: also who holds blocks, and who gives them back). When a decode finds no
-block for its next token the newest decode is preempted: its blocks stay in the cache, from now on it is
-due since it arrived, and it is computed again with its generated tokens. The oldest decode therefore always
-goes on. A prompt that the whole pool cannot hold fails; an answer that has filled it ends, as at the end of
-the context.
+block for its next token, and none is on loan, the newest decode is preempted: its blocks stay in the cache,
+from now on it is due since it arrived, and it is computed again with its generated tokens. So the oldest
+decode always goes on. A prompt that the whole pool cannot hold fails; an answer that has filled it ends,
+as at the end of the context.
 """
 
 from __future__ import annotations
@@ -144,6 +144,11 @@ class Scheduler:
         seq.tokens.extend(drawn)
         return seq
 
+    def kv_begun(self, attempt: AttemptId) -> None:
+        """See Engine."""
+        if (seq := self._live.get(attempt)) is not None and not seq.there:
+            self._prompts.begun(seq)
+
     def kv_arrived(self, attempt: AttemptId, token: int) -> None:
         """The reserved blocks hold the KV of all before `token`, which was told already; go on after it.
 
@@ -157,13 +162,13 @@ class Scheduler:
             seq.tokens.append(token)
         seq.reserve = 0
         seq.computed = len(seq.tokens) - 1
+        self._prompts.arrived(seq)
         self._tables.commit(seq)
-        reason = self._reason(seq, token)
-        if reason is None:
-            seq.stage = Stage.READY
-            insort(self._ready, seq)
-        else:
+        if (reason := self._reason(seq, token)) is not None:
             self._finish(seq, reason)
+            return
+        seq.stage = Stage.READY
+        insort(self._ready, seq)
 
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
         """See Engine. Fewer blocks than were cached anyway count as those."""
@@ -263,7 +268,8 @@ class Scheduler:
         for seq in self._prompts.reserve():
             n_blocks = seq.pull_blocks or -(-(len(seq.tokens) + seq.reserve) // self._block_tokens)
             n_cached = min(seq.found, n_blocks)
-            self._out.reserved.append(Reserved(seq.attempt, seq.blocks[:n_blocks], n_cached))
+            seq.offer = Reserved(seq.attempt, seq.blocks[:n_blocks], n_cached)
+            self._out.reserved.append(seq.offer)
         places = self._max_batch - len(self._decodes) - self._shares.n_paused
         n_decodes = min(len(self._decodes) + len(self._ready), self._max_batch) if decode else 0
         budget = max(self._chunk_tokens - n_decodes, self._block_tokens)
@@ -342,10 +348,11 @@ class Scheduler:
     # ------------------------------------------------------------ stages
 
     def _grow(self) -> None:
-        """A block for each decode that needs one, if need be from the newest decodes."""
+        """A block for each decode that needs one, if need be one on loan or of the newest decodes."""
         for seq in self._short:
             while seq.stage is Stage.DECODE and not self.pool.grow(seq.attempt):
-                self._preempt(self._decodes[-1])
+                if not self._prompts.take_back():
+                    self._preempt(self._decodes[-1])
         self._short = []
 
     def _pause_full(self) -> None:
@@ -358,6 +365,7 @@ class Scheduler:
         self._leave(seq)
         self._out.chunks += self._shares.lose(seq.attempt)
         seq.left = self._tables.give_back(seq)
+        seq.remote = False
         self.counters.preemptions += 1
         if self._tables.too_large(seq) is not None:
             self._finish(seq, FinishReason.LENGTH)

@@ -6,7 +6,7 @@ A block is in one state, by precedence:
 
 Holds are keyed by attempt and come in pairs; the ends are idempotent:
 
-    hold / free                    a running attempt's table of blocks; `grow` and `shrink` change its end
+    hold / free                    a running attempt's table of blocks, which may `grow`
     lease / release                the table outlives its attempt until a reader has it
     quarantine / end_quarantine    a read into the blocks may still be in flight
 
@@ -116,16 +116,13 @@ class BlockPool:
         state = self._state
         return n_blocks - len(found) + sum(1 for entry in found if state[entry.block] == _CACHED)
 
-    def enough(self, short: int, gives: list[tuple[AttemptId, int]], found: list[CachedBlock]) -> int:
-        """How many of `gives`, in order, make `short` (> 0) more blocks available that are not of `found`.
-
-        Each is an attempt with a table and the index from which on it would give blocks back. 0 when all
-        of them are too few. Changes nothing.
-        """
+    def enough(self, short: int, givers: list[AttemptId], found: list[CachedBlock]) -> int:
+        """How many of `givers`, who have tables, in order, must free them to make `short` (> 0) more blocks
+        available that are not of `found`. 0 when all of them are too few. Changes nothing."""
         kept = {entry.block for entry in found}
         drops: dict[BlockId, int] = {}
-        for n_given, (attempt, first) in enumerate(gives, start=1):
-            for block in self._tables[attempt].blocks[first:]:
+        for n_given, attempt in enumerate(givers, start=1):
+            for block in self._tables[attempt].blocks:
                 drops[block] = n = drops.get(block, 0) + 1
                 if n == self._uses[block] and not (
                     self._leases[block] or self._parks[block] or block in kept
@@ -188,15 +185,6 @@ class BlockPool:
             return False
         self._tables[attempt].blocks.append(self._take())
         return True
-
-    def shrink(self, attempt: AttemptId, n_blocks: int) -> None:
-        """Give back the table's blocks after the first `n_blocks`. Raises ValueError for committed ones."""
-        table = self._tables[attempt]
-        if n_blocks < table.committed:
-            raise ValueError(f"attempt {attempt} has committed {table.committed} blocks, not {n_blocks}")
-        rest = table.blocks[n_blocks:]
-        del table.blocks[n_blocks:]
-        self._drop(self._uses, rest)
 
     def commit(self, attempt: AttemptId, name: BlockHash, data: bytes) -> None:
         """The next block of the table is full and computed: `data` are its tokens, `name` its hash.

@@ -5,6 +5,8 @@ One job, in order (`KvReader._take_over`):
     1. connect   a link and an agent to the owner that the submit names
     2. reserve   the engine has room; the first `n_cached` blocks it already holds
     3. read      ask; for every chunk the owner announces, READ the blocks we lack, while it computes
+                 (what has still to be computed there: ask before 2, claim the room with the first chunk;
+                 see serving.engine.base)
     4. confirm   all is read: was the lease whole until now? NIXL does not fence, so only this makes it true
     5. go on     the job's ending tells the engine
 
@@ -19,11 +21,9 @@ until it ended. No Ray.
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from serving.config import Deadlines
 from serving.engine.base import AttemptId, BlockId, Engine, Moved, Reserved
@@ -31,92 +31,25 @@ from serving.errors import FrameRefused, LeaseRefused, PeerGone, TransferError, 
 from serving.kv.io import KvIo
 from serving.kv.lease import pack_note
 from serving.kv.peer_link import Peer, PeerLinks
+from serving.kv.read_job import TOKEN_BYTES, Job
 from serving.wire import (
     AnyMessage,
     Chunk,
     Confirm,
     Confirmed,
     Detach,
-    Message,
     Ready,
     Refused,
     Renew,
-    Submit,
     unpack_u32,
 )
 
 RENEWALS_PER_LEASE = 3
 FASTEST_RENEWAL_S = 0.05  # however short a lease the owner claims to give
-TOKEN_BYTES = 4  # on the wire
-OVERDUE_S = 1.0  # its frontend ends a request on time; this is for one that does not
 
 
 class NothingToRead(Exception):
     """The request ended on its first token, or while it was to move: nobody needs its KV."""
-
-
-class Ending(Protocol):
-    """What jobs of one kind do differently."""
-
-    def ask(self, job: Job, reserved: Reserved) -> Message:
-        """The first word to the owner, about `job.source`."""
-
-    def arrived(self, job: Job) -> None:
-        """The first `job.n_blocks` blocks hold their KV: tell the engine."""
-
-    def failed(self, job: Job, error: BaseException | None, writing: bool) -> None:
-        """Tell the engine. `error` None: cancelled. `writing`: a read may still write to its blocks, so
-        they have to go under quarantine; that ends by itself."""
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """KV that `submit` needs from the owner at `address`, where it is known as `source`."""
-
-    submit: Submit
-    ending: Ending
-    address: str
-    epoch: int
-    source: int
-    whole: bool  # all blocks and the first token must come; else what there is
-    answer_s: float  # the longest silence of the owner
-    until_s: float = 0.0  # the attempt's own deadline
-    reserved: asyncio.Future[Reserved] = field(init=False)
-    inbox: asyncio.Queue[Chunk | Confirmed | TransferError] = field(default_factory=asyncio.Queue)
-    cancelled: bool = False
-    engine_failed: bool = False
-    peer: Peer | None = None  # once asked
-    generation: int | None = None
-    renewal: asyncio.TimerHandle | None = None
-    n_blocks: int = 0  # leading ones that are here, or on their way
-    token: int = 0  # with the last chunk
-    drawn: array[int] = field(default_factory=lambda: array("I"))  # the same, of a live attempt
-    state: bytes = b""  # with the last chunk, of an engine that moves KV by itself
-    moved: asyncio.Future[Moved] = field(init=False)  # by such an engine
-    n_read: int = 0  # blocks
-    n_last: int = 0  # of them in the last chunk
-    started_s: float = 0.0
-    last_chunk_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.reserved = loop.create_future()
-        self.moved = loop.create_future()
-        self.until_s = loop.time() + self.submit.deadline_ms / 1e3 + OVERDUE_S
-
-    @property
-    def attempt(self) -> AttemptId:
-        return AttemptId(self.submit.attempt)
-
-    @property
-    def live(self) -> bool:
-        """It decodes at the owner until that is told `Ready`."""
-        return self.submit.handoff is not None and self.submit.handoff.live
-
-    @property
-    def n_tokens(self) -> int:
-        """Of the submit."""
-        return len(self.submit.tokens) // TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -163,8 +96,8 @@ class KvReader:
 
     def on_reserved(self, reserved: Reserved) -> None:
         job = self._jobs.get(reserved.attempt)
-        if job is not None and not job.reserved.done():
-            job.reserved.set_result(reserved)
+        if job is not None:
+            job.offer(reserved)
             self._kv_io.expect(reserved.blocks[reserved.n_cached :])
 
     def on_engine_moved(self, moved: Moved) -> None:
@@ -213,38 +146,63 @@ class KvReader:
             if job is None:
                 return
             if isinstance(message, Refused):
-                job.inbox.put_nowait(LeaseRefused(message.reason))
+                job.fail(LeaseRefused(message.reason))
             else:
                 job.inbox.put_nowait(message)
 
     def on_owner_lost(self, peer: Peer, reason: str) -> None:
         for job in self._jobs.values():
             if job.peer is peer:
-                job.inbox.put_nowait(PeerGone(f"{peer.address}: {reason}"))
+                job.fail(PeerGone(f"{peer.address}: {reason}"))
 
     # -- one job
 
     async def _take_over(self, job: Job) -> None:
         try:
             async with asyncio.timeout_at(job.until_s):
-                await self._connected(job)
-                reserved = await job.reserved  # its frontend sees who lacks room, and for how long
-                job.n_blocks = reserved.n_cached
-                if job.whole or reserved.n_cached < len(reserved.blocks):
-                    await self._bring(job, reserved)
+                peer = await self._connected(job)
+                if job.early:
+                    self._ask(job, peer, None)
+                    chunk = await self._chunk(job, peer)
+                    await self._bring(job, peer, await self._room(job), chunk)
+                else:
+                    reserved = await self._room(job)
+                    job.n_blocks = reserved.n_cached
+                    if job.whole or reserved.n_cached < len(reserved.blocks):
+                        peer = await self._connected(job)  # it may have been lost while we waited
+                        self._ask(job, peer, reserved)
+                        await self._bring(job, peer, reserved, await self._chunk(job, peer))
         except TimeoutError:
             raise TransferTimeout("the attempt's deadline passed before its KV was here") from None
         if not job.state:
             job.ending.arrived(job)
 
-    async def _bring(self, job: Job, reserved: Reserved) -> None:
-        loop = asyncio.get_running_loop()
-        peer = await self._connected(job)  # it may have been lost while we waited
-        job.peer, job.started_s = peer, loop.time()
+    def _ask(self, job: Job, peer: Peer, reserved: Reserved | None) -> None:
+        job.peer, job.started_s = peer, asyncio.get_running_loop().time()
         self._asked[peer, job.source] = job
         peer.send(job.ending.ask(job, reserved))
+
+    async def _room(self, job: Job) -> Reserved:
+        """Its blocks, nobody else's from now on. Its frontend sees who lacks room, and for how long."""
+        while True:
+            if job.early and not job.reserved.done():
+                self._engine.kv_begun(job.attempt)
+            reserved = await job.reserved
+            if reserved is None:
+                assert job.trouble is not None
+                raise job.trouble
+            if reserved.claim():
+                return reserved
+            if job.reserved.done() and job.reserved.result() is reserved:  # it was taken back
+                job.reserved = asyncio.get_running_loop().create_future()
+
+    async def _bring(self, job: Job, peer: Peer, reserved: Reserved, chunk: Chunk) -> None:
+        """All of it, from the first `chunk` on."""
+        loop = asyncio.get_running_loop()
+        job.n_blocks = reserved.n_cached
         async with asyncio.TaskGroup() as reads:
-            await self._read_chunks(job, peer, reserved, reads)
+            while self._read_chunk(job, peer, reserved, chunk, reads):
+                chunk = await self._chunk(job, peer)
         if job.state:
             await self._moved_by_engine(job, peer)
             return
@@ -258,11 +216,8 @@ class KvReader:
         deadline_s = min(self._deadlines.transfer_ms / 1e3, job.answer_s)
         return await self._peers.ensure(job.address, job.epoch, deadline_s)
 
-    async def _read_chunks(
-        self, job: Job, peer: Peer, reserved: Reserved, reads: asyncio.TaskGroup
-    ) -> None:
-        """Start a read for every chunk, up to the last one. `reads` waits for the bytes."""
-        transfer_s = self._deadlines.transfer_ms / 1e3
+    async def _chunk(self, job: Job, peer: Peer) -> Chunk:
+        """The next one, under a lease that is kept alive from now on."""
         while True:
             chunk = await self._receive(job, job.answer_s, "the next chunk")
             if not isinstance(chunk, Chunk):
@@ -270,34 +225,40 @@ class KvReader:
             if chunk.last and chunk.token is None:
                 raise NothingToRead
             self._lease(job, peer, chunk)
-            have = job.n_blocks
-            source = [BlockId(block) for block in unpack_u32(chunk.blocks)]
-            end = chunk.first + len(source)
-            if end > len(reserved.blocks) or (source and chunk.first > have):
-                raise TransferError(f"chunk of blocks {chunk.first}..{end} does not follow block {have}")
-            job.n_last = max(end - have, 0)
-            if job.n_last:
-                source, target = source[have - chunk.first :], reserved.blocks[have:end]
-                note = pack_note(AttemptId(job.source), chunk.generation)
-                renew = partial(peer.send, Renew(job.source, chunk.generation))
-                read = partial(
-                    self._kv_io.read, peer.agent, source, target, note, transfer_s,
-                    token=job.attempt, waiting=renew,
-                )  # fmt: skip
-                reads.create_task(self._copied(job, peer, read) if job.live and not chunk.last else read())
-                job.n_read += len(source)
-                job.n_blocks = end
-            if chunk.last and chunk.token is not None:
-                n_blocks = len(reserved.blocks)
-                if job.live:
-                    n_blocks = self._take_tokens(job, chunk, n_blocks)
-                if job.whole and job.n_blocks != n_blocks:
-                    raise TransferError(f"the last chunk ends at block {job.n_blocks} of {n_blocks}")
-                job.last_chunk_s = asyncio.get_running_loop().time()
-                if chunk.state and not self._engine.capabilities.moves_kv:
-                    raise TransferError("the owner's engine moves KV by itself, this one does not")
-                job.token, job.state = chunk.token, chunk.state
-                return
+            return chunk
+
+    def _read_chunk(
+        self, job: Job, peer: Peer, reserved: Reserved, chunk: Chunk, reads: asyncio.TaskGroup
+    ) -> bool:
+        """Start to read it; `reads` waits for the bytes. False if it is the last one."""
+        have = job.n_blocks
+        source = [BlockId(block) for block in unpack_u32(chunk.blocks)]
+        end = chunk.first + len(source)
+        if end > len(reserved.blocks) or (source and chunk.first > have):
+            raise TransferError(f"chunk of blocks {chunk.first}..{end} does not follow block {have}")
+        job.n_last = max(end - have, 0)
+        if job.n_last:
+            source, target = source[have - chunk.first :], reserved.blocks[have:end]
+            note = pack_note(AttemptId(job.source), chunk.generation)
+            read = partial(
+                self._kv_io.read, peer.agent, source, target, note, self._deadlines.transfer_ms / 1e3,
+                token=job.attempt, waiting=partial(peer.send, Renew(job.source, chunk.generation)),
+            )  # fmt: skip
+            reads.create_task(self._copied(job, peer, read) if job.live and not chunk.last else read())
+            job.n_read += len(source)
+            job.n_blocks = end
+        if not chunk.last or chunk.token is None:
+            return True
+        n_blocks = len(reserved.blocks)
+        if job.live:
+            n_blocks = self._take_tokens(job, chunk, n_blocks)
+        if job.whole and job.n_blocks != n_blocks:
+            raise TransferError(f"the last chunk ends at block {job.n_blocks} of {n_blocks}")
+        job.last_chunk_s = asyncio.get_running_loop().time()
+        if chunk.state and not self._engine.capabilities.moves_kv:
+            raise TransferError("the owner's engine moves KV by itself, this one does not")
+        job.token, job.state = chunk.token, chunk.state
+        return False
 
     async def _copied(self, job: Job, peer: Peer, read: Callable[[], Awaitable[None]]) -> None:
         """What the owner told while it went on is here: it may pause."""

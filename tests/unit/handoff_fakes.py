@@ -62,6 +62,7 @@ class FakeEngine:
         self.unquarantined: list[AttemptId] = []
         self.arrived: list[tuple[AttemptId, int]] = []
         self.released: list[AttemptId] = []
+        self.begun: list[AttemptId] = []
         self.prefixes: list[tuple[AttemptId, int]] = []  # of pulls that are over
         self.lent: list[tuple[AttemptId, int, list[int]]] = []  # attempt, namespace, tokens
 
@@ -73,6 +74,9 @@ class FakeEngine:
 
     def kv_arrived(self, attempt: AttemptId, token: int, drawn: Sequence[int] = ()) -> None:
         self.arrived.append((attempt, token))
+
+    def kv_begun(self, attempt: AttemptId) -> None:
+        self.begun.append(attempt)
 
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
         self.prefixes.append((attempt, n_blocks))

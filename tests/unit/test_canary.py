@@ -6,6 +6,7 @@ import asyncio
 import threading
 from array import array
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -45,14 +46,16 @@ async def health(app: App) -> dict[str, Any]:
     return dict((await app.client().send("GET", "/health")).json)
 
 
-def hold_steps(worker: SimWorker, monkeypatch: pytest.MonkeyPatch) -> asyncio.Future[None]:
-    """The engine's next step takes until the future is done, as a GPU that hangs."""
+def hold_steps(worker: SimWorker, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> asyncio.Future[None]:
+    """The engine's next step, `after` so many, takes until the future is done, as a GPU that hangs."""
     gate = threading.Event()
+    steps = count()
     runner: Any = worker.engine
     run = runner._runner.run
 
     def hang(plan: Any) -> Any:
-        gate.wait(LONG_S)
+        if next(steps) >= after:
+            gate.wait(LONG_S)
         return run(plan)
 
     monkeypatch.setattr(runner._runner, "run", hang)
@@ -184,15 +187,14 @@ SMALL = 1 << 16  # of KV: 128 blocks of 8 tokens
 async def test_a_worker_whose_blocks_wait_for_others_kv_is_well(
     then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill takes long, meanwhile decode holds blocks for what is to come and has nothing to compute."""
+    """Prefill's second chunk takes long, for which decode holds all its blocks and computes nothing."""
     deadlines = {"silence_ms": 60_000}
     async with App(kv_bytes=SMALL, health=QUICK, deadlines=deadlines, admission={"mode": "off"}) as app:
         prefill, decode = app.pool("prefill")[0], app.pool("decode")[0]
         await prefill.host.canary.stop()  # it would be right to complain
-        prefill_goes_on = hold_steps(prefill, monkeypatch)
-        asking = [asyncio.ensure_future(app.complete(prompt(500, n), max_tokens=4)) for n in range(3)]
-        await until(lambda: decode.states.used == 126, LONG_S)
-        assert decode.states.free == 2, "not full: the next prompt in line wants more"
+        prefill_goes_on = hold_steps(prefill, monkeypatch, after=1)
+        asking = [asyncio.ensure_future(app.complete(prompt(1018, n), max_tokens=4)) for n in range(3)]
+        await until(lambda: decode.states.used == 128, LONG_S)
         before = value(decode, "canary_no_room")
         await until(lambda: value(decode, "canary_no_room") >= before + 4, LONG_S)
         assert value(decode, "canary_failures") == 0

@@ -75,3 +75,21 @@ async def test_clients_in_a_great_hurry_cost_nobody_else_anything() -> None:
         assert (await stream).n_tokens == 200
         assert failures(app) == 0
         assert app.coordinator()._metrics.resumes.value() == 0
+
+
+async def test_pools_that_hold_little_never_wait_for_each_other() -> None:
+    """128 blocks a worker, prompts of up to 100: who has room on one side waits for it on the other."""
+    async with App(
+        prefill=2,
+        decode=2,
+        frontends=2,
+        kv_bytes=1 << 16,
+        profile={"prefill_ms_per_token": 0.05},
+        admission={"mode": "off"},
+    ) as app:
+        asks = [(n, 100 + 41 * n % 700) for n in range(60)]
+        answers = await asyncio.gather(
+            *(app.complete(prompt(size, n), n % 2, max_tokens=4, ignore_eos=True) for n, size in asks)
+        )
+        assert [answer.n_tokens for answer in answers] == [4] * len(asks)
+        assert failures(app) == 0

@@ -140,6 +140,9 @@ class TrtllmEngine:
         """The engine has freed its blocks, or does so when its own time-out passes: it cannot be told."""
         self._post(partial(self._lent.discard, attempt))
 
+    def kv_begun(self, attempt: AttemptId) -> None:
+        pass
+
     def prefix_arrived(self, attempt: AttemptId, n_blocks: int) -> None:
         pass
 
