@@ -241,9 +241,10 @@ class Reader:
         asked.pull = Pull(address, "owner", epoch, 3, within_ms)
         self.pulls.accept(asked)
 
-    def reserve(self, blocks: list[int], n_cached: int = 0, attempt: int = 1) -> None:
-        ids = [BlockId(block) for block in blocks]
-        self.kv.on_reserved(Reserved(AttemptId(attempt), ids, n_cached))
+    def reserve(self, blocks: list[int], n_cached: int = 0, attempt: int = 1) -> Reserved:
+        offer = Reserved(AttemptId(attempt), [BlockId(block) for block in blocks], n_cached)
+        self.kv.on_reserved(offer)
+        return offer
 
     def attached(self) -> bool:
         return any(type(m).__name__ == "Attach" for link in self.links for m in link.sent)

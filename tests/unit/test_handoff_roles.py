@@ -101,6 +101,52 @@ async def test_fully_cached_prompt_still_asks_for_the_token(pair: Pair) -> None:
     assert pair.owner.engine.released == [A]
 
 
+@pytest.mark.parametrize("again", ["before the chunk", "after it"])
+async def test_room_that_was_taken_back_is_not_written_to(pair: Pair, again: str) -> None:
+    """The engine gave the blocks to others before there was anything to read; others come later."""
+    owner, reader = pair.owner, pair.reader
+    owner.accept(1)
+    reader.accept()
+    assert reader.reserve([11, 12, 13]).claim()
+    if again == "before the chunk":
+        reader.reserve([14, 15, 16], n_cached=1)
+    await until(reader.attached)
+    owner.chunk(0, [1, 2])
+    owner.chunk(2, [3], last=True)
+    if again == "after it":
+        await until(lambda: reader.engine.begun == [A])
+        assert reader.reserve([17, 18, 19]).claim()  # and once more
+        await until(lambda: reader.engine.begun == [A, A])
+        reader.reserve([14, 15, 16], n_cached=1)
+    await pair.arrives()
+    assert [reader.engine.block(b) for b in range(11, 20)] == [11, 12, 13, 14, 102, 103, 17, 18, 19]
+
+
+async def test_the_lease_is_kept_alive_while_there_is_no_room(pair: Pair) -> None:
+    pair.owner.accept(1)
+    pair.reader.accept()
+    pair.owner.chunk(0, [1], last=True)
+    await until(lambda: pair.reader.engine.begun == [A])
+    await until(lambda: any(isinstance(m, Renew) for link in pair.reader.links for m in link.sent))
+    pair.reader.reserve([11])
+    await pair.arrives()
+
+
+@pytest.mark.parametrize("how", ["link", "refusal"])
+async def test_an_owner_that_is_lost_while_there_is_no_room(pair: Pair, how: str) -> None:
+    """Its frontend can go on elsewhere at once."""
+    pair.owner.accept(1)
+    pair.reader.accept()
+    pair.owner.chunk(0, [1], last=True)
+    await until(lambda: pair.reader.engine.begun == [A])
+    if how == "link":
+        pair.reader.links[0].close("gone")
+    else:
+        pair.owner.role.cancel(A)
+    await until(lambda: pair.reader.failed)
+    assert pair.reader.engine.cancelled == {A: False}  # nothing writes
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["attached", "attaches-late"])
 async def test_finished_on_first_token(pair: Pair, late: bool) -> None:
     owner, reader = pair.owner, pair.reader
