@@ -11,6 +11,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest
+# Unit tests run in so many processes; those that start a Ray need the machine for themselves.
+JOBS ?= 2
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help install serve test check format map bench clean
@@ -37,7 +40,8 @@ serve: $(STAMP)  ## serve CONFIG=configs/quickstart.yaml on PORT=8000
 	@exec $(BIN)/kvrelay serve $(CONFIG) --port $(PORT)
 
 test: $(STAMP)  ## all tests; ARGS='tests/unit -k name' for some
-	OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest $(ARGS)
+	$(if $(ARGS),$(PYTEST) $(ARGS),$(PYTEST) -n $(JOBS) --dist loadfile tests/unit)
+	$(if $(ARGS),,$(PYTEST) tests/serve tests/faults)
 
 check: $(STAMP)  ## formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -17,6 +17,7 @@ from tests.serve.metrics import Scrape
 
 ADMIN_KEY = "a key for the tests alone"
 SESSION = "a-session"
+TURNS = 4
 WARM_SHARE = 0.4  # of the cold TTFT, at most
 TERMS = {"wait_ms", "prefill_ms", "regret_ms", "delay_ms", "eviction_ms", "session_ms", "total"}
 
@@ -36,7 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def talk(url: str) -> Outcome:
-    return converse(url, session=SESSION)
+    return converse(url, TURNS, session=SESSION)
 
 
 def test_cached_tokens_rise_turn_by_turn(talk: Outcome) -> None:

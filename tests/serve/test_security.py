@@ -15,7 +15,7 @@ import pytest
 
 from serving.local_cluster import LocalCluster
 from tests.serve.client import TIMEOUT_S
-from tests.serve.conftest import REAL, variant
+from tests.serve.models.conftest import REAL, variant
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 BODY_MS = 1500

@@ -1,4 +1,4 @@
-"""One Ray for all serve tests, with one application that has a model for every question they ask."""
+"""One application with many models, real and tiny, split and whole; it ends before other tests start theirs."""
 
 from __future__ import annotations
 

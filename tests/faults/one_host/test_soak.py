@@ -10,7 +10,7 @@ from benchmarks.fault_app import App
 from benchmarks.report import Progress
 from benchmarks.soak import FD_GROWTH, soak
 from serving.local_cluster import LocalCluster
-from tests.faults.conftest import SETUP
+from tests.faults.one_host.conftest import SETUP
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,23 +18,23 @@ from serving.local_cluster import LocalCluster
 from serving.manifest import resolve_weights
 from serving.tokenizer import Tokenizer
 from tests.serve.client import Client
-from tests.serve.conftest import AGGREGATED, REAL
+from tests.serve.models.conftest import AGGREGATED, REAL
 from tests.serve.metrics import Scrape
 from tests.unit.tiny_models import SHAPES
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32
 CONCURRENCY = 16
 BLOCK_TOKENS = 32
 TIE = 1e-4  # a first divergence counts as one only above this gap between the two best logits
 
 
-def prompts(vocab: range, longest: int, seed: int) -> list[list[int]]:
-    """24 prompts of 1 to `longest` tokens; two of three begin with one of three shared heads."""
+def prompts(vocab: range, longest: int, seed: int, n_prompts: int = 24) -> list[list[int]]:
+    """Of 1 to `longest` tokens; two of three begin with one of three shared heads."""
     rng = random.Random(seed)
     heads = [[rng.choice(vocab) for _ in range(longest)] for _ in range(3)]
     result = []
-    for n in range(24):
-        length = max(1, round(longest * (n / 23) ** 2))
+    for n in range(n_prompts):
+        length = max(1, round(longest * (n / (n_prompts - 1)) ** 2))
         shared = rng.randrange(length) if n % 3 else 0
         own = [rng.choice(vocab) for _ in range(length - shared)]
         result.append(heads[n % 3][:shared] + own)
@@ -126,7 +126,7 @@ def handoff_totals(scrape: Scrape, model: str, block_bytes: int) -> dict[str, fl
 def test_real_model(cluster: LocalCluster, client: Client, scrape: Scrape) -> None:
     """decode_does_not_prefill, cold_equals_warm, shared_prefix_no_bleed on the real thing."""
     directory = resolve_weights(REAL)
-    asked = prompts(range(1000, 40_000), longest=1500, seed=1)
+    asked = prompts(range(1000, 40_000), longest=1500, seed=1, n_prompts=12)
     before = handoff_totals(scrape, REAL, BLOCK_TOKENS * 30 * 2 * 3 * 64 * 4)
     split = answers(client, REAL, asked)
     check_handed_over(scrape, REAL, asked, before)

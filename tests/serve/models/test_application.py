@@ -15,7 +15,7 @@ import pytest
 from benchmarks.sse_client import request_bytes
 from serving.local_cluster import LocalCluster
 from tests.serve.client import Client
-from tests.serve.conftest import AGGREGATED, REAL
+from tests.serve.models.conftest import AGGREGATED, REAL
 from tests.serve.metrics import Scrape
 
 CHAT = "/v1/chat/completions"
