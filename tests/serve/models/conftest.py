@@ -1,4 +1,4 @@
-"""One application with many models, real and tiny, split and whole; it ends before other tests start theirs."""
+"""One application with many models, real and tiny, split and whole; it ends before other applications start."""
 
 from __future__ import annotations
 

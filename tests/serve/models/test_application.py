@@ -15,8 +15,8 @@ import pytest
 from benchmarks.sse_client import request_bytes
 from serving.local_cluster import LocalCluster
 from tests.serve.client import Client
-from tests.serve.models.conftest import AGGREGATED, REAL
 from tests.serve.metrics import Scrape
+from tests.serve.models.conftest import AGGREGATED, REAL
 
 CHAT = "/v1/chat/completions"
 

@@ -18,8 +18,8 @@ from serving.local_cluster import LocalCluster
 from serving.manifest import resolve_weights
 from serving.tokenizer import Tokenizer
 from tests.serve.client import Client
-from tests.serve.models.conftest import AGGREGATED, REAL
 from tests.serve.metrics import Scrape
+from tests.serve.models.conftest import AGGREGATED, REAL
 from tests.unit.tiny_models import SHAPES
 
 NEW_TOKENS = 32
