@@ -1,4 +1,4 @@
-"""One application with many models, real and tiny, split and whole; it ends before other applications start."""
+"""One application with many models, real and tiny, split and whole; it ends before others start."""
 
 from __future__ import annotations
 
