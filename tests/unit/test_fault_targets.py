@@ -55,7 +55,6 @@ def test_nothing_to_complain_of(name: str) -> None:
     [
         ("scale_down_3_to_1", {"migrations_moved": 0}, "migrations_moved = 0; target 1 or more"),
         ("rolling_update", {"migrations_moved": 0}, "migrations_moved = 0; target 1 or more"),
-        ("rolling_update_wire", {"migrations_moved": 0}, "migrations_moved = 0; target 1 or more"),
         (
             "scale_down_3_to_1",
             {"migrations_moved": 13, "leaving_streams": 14},
