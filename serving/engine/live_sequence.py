@@ -40,9 +40,7 @@ class LiveSequence(Sequence):
     remote: bool = field(
         init=False
     )  # KV comes from a peer first: DECODE until preempted, a pull until done
-    there: bool = field(
-        init=False
-    )  # a peer has some of it, or need not compute it; not so before `kv_begun`
+    there: bool = field(init=False)  # not so before `kv_begun`, if a peer has still to compute it
     offer: Reserved | None = None  # the last one told
     reserve: int = 0  # tokens that its owner may draw until it is here, see Work.reserve_tokens
     pull_blocks: int = 0  # leading blocks that a peer may have, 0: no pull

@@ -8,8 +8,8 @@ first and only if that is enough: what they computed stays in the cache, and the
 A prompt of which a reader was told blocks (`announced`) gives none back: they may be read right now.
 
 KV that comes from a peer needs room here too. It is reserved ahead, so that a read can begin with the first
-chunk that the peer announces. Until then it is on loan: whoever can use it now takes it back, whatever is
-due when. Who waits for room comes before who would only reserve it.
+chunk that the peer announces. Until then it is on loan: whoever waits for room takes it back, whatever is
+due when, and nothing is lent out meanwhile.
 
 Why everybody gets done:
   - Due times and arrival numbers make a total order that does not change (a preempted decode moves up,
@@ -41,7 +41,7 @@ MOST_TOLD = 64  # prompts in a load report
 
 
 class PromptQueue:
-    """All sequences in WAITING and PREFILL, and those in RESERVED. `add` and `remove` are a pair."""
+    """All sequences in WAITING and PREFILL, and what is on loan. `add` and `remove` are a pair."""
 
     def __init__(self, tables: BlockTables, counters: Counters) -> None:
         self.todo = 0  # tokens still to compute here: the sum of `left`
@@ -50,7 +50,7 @@ class PromptQueue:
         self._prompts: list[LiveSequence] = []  # in order: to compute here, started or not
         self._there: list[LiveSequence] = []  # in order: waiting for room for KV that a peer has
         self._coming: list[LiveSequence] = []  # in order: for KV that no peer has begun with
-        self._loans: dict[AttemptId, LiveSequence] = {}  # the same, in RESERVED
+        self._loans: dict[AttemptId, LiveSequence] = {}  # in RESERVED, and may have been claimed since
         self._started: list[LiveSequence] = []  # those of `_prompts` in PREFILL
         self._preempted: dict[AttemptId, None] = {}  # those of them that decoded before
 
@@ -117,25 +117,26 @@ class PromptQueue:
         first = next((seq for seq in self._prompts if seq.stage is Stage.WAITING), None)
         if first is not None and not first.wants:
             first = None  # it did not lack blocks so far
-        for queue, hold in ((self._there, self._hold), (self._coming, self._tables.start)):
-            while queue and (first is None or queue[0] < first) and hold(queue[0]):
-                seq = queue.pop(0)
-                seq.stage = Stage.RESERVED
+        while self._there and (first is None or self._there[0] < first) and self._hold(self._there[0]):
+            reserved.append(self._there.pop(0))
+        # Only then on loan, and to nobody while one waits who would take it back.
+        if first is None and not self._there:
+            while self._coming and self._tables.start(self._coming[0]):
+                seq = self._coming.pop(0)
+                self._loans[seq.attempt] = seq
                 reserved.append(seq)
-                if not seq.there:
-                    self._loans[seq.attempt] = seq
-            if queue:
-                break
+        for seq in reserved:
+            seq.stage = Stage.RESERVED
         return reserved
 
     def begun(self, seq: LiveSequence) -> None:
-        """A peer has some of its KV, in WAITING or RESERVED."""
-        if seq.stage is Stage.RESERVED:
-            del self._loans[seq.attempt]
-            seq.there = True
-        else:
+        """A peer has some of its KV. Nothing but a mark where it waits for no room."""
+        waits = seq.stage is Stage.WAITING and seq.remote
+        if waits:
             self._coming.remove(seq)
-            seq.there = True
+        self._loans.pop(seq.attempt, None)
+        seq.there = True
+        if waits:
             insort(self._there, seq)
 
     def arrived(self, seq: LiveSequence) -> None:
@@ -147,7 +148,8 @@ class PromptQueue:
         while self._loans:
             seq = max(self._loans.values())
             del self._loans[seq.attempt]
-            if seq.offer is not None and seq.offer.claim():
+            assert seq.offer is not None
+            if seq.offer.claim():
                 self._tables.give_back(seq)
                 self.add(seq)
                 return True

@@ -185,13 +185,12 @@ class KvReader:
     async def _room(self, job: Job) -> Reserved:
         """Its blocks, nobody else's from now on. Its frontend sees who lacks room, and for how long."""
         while True:
+            if job.trouble is not None:
+                raise job.trouble
             if job.early and not job.reserved.done():
                 self._engine.kv_begun(job.attempt)
             reserved = await job.reserved
-            if reserved is None:
-                assert job.trouble is not None
-                raise job.trouble
-            if reserved.claim():
+            if reserved is not None and reserved.claim():
                 return reserved
             if job.reserved.done() and job.reserved.result() is reserved:  # it was taken back
                 job.reserved = asyncio.get_running_loop().create_future()

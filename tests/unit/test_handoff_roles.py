@@ -132,6 +132,18 @@ async def test_the_lease_is_kept_alive_while_there_is_no_room(pair: Pair) -> Non
     await pair.arrives()
 
 
+async def test_a_refusal_right_after_a_chunk_whose_room_was_taken_back(pair: Pair) -> None:
+    pair.owner.accept(1)
+    pair.reader.accept()
+    offer = pair.reader.reserve([11, 12])
+    await until(pair.reader.attached)
+    assert offer.claim()
+    pair.owner.chunk(0, [1])
+    pair.owner.role.on_failed(A, "boom")  # both are heard in one turn of the loop
+    await until(lambda: pair.reader.failed)
+    assert pair.reader.engine.cancelled == {A: False}
+
+
 @pytest.mark.parametrize("how", ["link", "refusal"])
 async def test_an_owner_that_is_lost_while_there_is_no_room(pair: Pair, how: str) -> None:
     """Its frontend can go on elsewhere at once."""

@@ -93,6 +93,40 @@ def test_what_is_in_use_is_not_taken_back(how: str) -> None:
     rig.assert_idle()
 
 
+def test_a_claim_that_the_engine_finds_out_by_taking_back_may_be_told_late() -> None:
+    """The reader asked for room before the offer reached it, and claimed that: both are on their way."""
+    rig = Rig(n_blocks=10, block_tokens=SIZE)
+    rig.submit(reader(1, 44))
+    rig.step()
+    assert rig.told.reserved[1].claim()
+    rig.submit(work(2, prompt(40, salt=2), LOCAL, max_tokens=1))
+    rig.step()
+    begin(rig, 1)
+    arrive(rig, 1)
+    begin(rig, 1)  # once more, of one that decodes
+    rig.run()
+    assert rig.told.tokens[1] == continuation(prompt(44, salt=1), 3)[1:]
+    assert 2 in rig.told.tokens
+    rig.assert_idle()
+
+
+def test_nothing_is_lent_out_while_one_waits_who_would_take_it_back() -> None:
+    """A prompt lacks more than that: it would be lent and taken back in every turn."""
+    rig = Rig(n_blocks=10, block_tokens=SIZE)
+    rig.submit(reader(9, 30))  # 4 blocks
+    rig.step()
+    assert rig.told.reserved[9].claim()
+    rig.submit(reader(1, 30, priority=1))  # 4 blocks, due before
+    rig.submit(work(2, prompt(60, salt=2), LOCAL, max_tokens=1))  # 8 blocks
+    told = [bool(rig.step().reserved) for _ in range(10)]
+    assert not any(told[2:])
+    assert not rig.scheduler.runnable
+    arrive(rig, 9)
+    rig.run()
+    assert 2 in rig.told.tokens
+    assert 1 in rig.told.reserved
+
+
 def test_the_last_in_order_loses_its_loan_first() -> None:
     rig = Rig(n_blocks=12, block_tokens=SIZE)
     rig.submit(reader(1, 30), reader(2, 30, priority=-1), reader(3, 30))
@@ -191,12 +225,13 @@ def test_no_circle_of_waits(seed: int, n_prefill: int, n_decode: int) -> None:
         chunks = owner.told.chunks.get(attempt)
         if not chunks or attempt in read:
             return
-        ours.scheduler.kv_begun(AttemptId(attempt))
         if attempt not in claimed:
             offer = ours.told.reserved.get(attempt)
-            if offer is None or not offer.claim():
-                return
-            claimed.add(attempt)
+            if offer is not None and offer.claim():
+                claimed.add(attempt)
+            if offer is None or attempt not in claimed or rng.random() < 0.3:
+                ours.scheduler.kv_begun(AttemptId(attempt))
+            return
         if chunks[-1].last:
             read.add(attempt)
             arrive(ours, attempt)
