@@ -120,8 +120,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Reserved:
-    """Every block the prompt needs is reserved, or until `claim` only lent; the first `n_cached` of `blocks`
-    already hold their KV."""
+    """Every block the prompt needs is reserved, or until `claim` only lent. The first `n_cached` already hold
+    their KV."""
 
     attempt: AttemptId
     # DECODE: of the whole prompt, and of what is reserved; a pull: the full ones of its `pull_tokens`.
