@@ -120,8 +120,8 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Reserved:
-    """Every block the prompt needs is reserved, or until `claim` only lent. The first `n_cached` already hold
-    their KV."""
+    """Every block the prompt needs is reserved, before `claim` only lent. The first `n_cached` hold their
+    KV already."""
 
     attempt: AttemptId
     # DECODE: of the whole prompt, and of what is reserved; a pull: the full ones of its `pull_tokens`.
