@@ -173,8 +173,11 @@ def targets_of(history: list[dict[str, Any]], wall_s: float) -> list[tuple[float
     return [row for row in rows if row[0] >= 0]
 
 
-def foreseen(plan: Plan, deployed: dict[str, Any], startup_s: float) -> list[tuple[float, int, int]]:
-    """What the simulator wants for the same arrivals."""
+def foreseen(
+    plan: Plan, deployed: dict[str, Any], startup_s: float, tick_s: float
+) -> list[tuple[float, int, int]]:
+    """What the simulator wants for the same arrivals, if one of its ticks is at `tick_s`: how much of a step
+    of load a tick has seen decides what it orders."""
     live = planner_settings(load_config(deployed["applications"][0]["args"]), LivePlanner())
     (variant,) = live.variants.values()
     settings = replace(live, variants={VARIANT: replace(variant, startup_s=startup_s)})
@@ -184,10 +187,11 @@ def foreseen(plan: Plan, deployed: dict[str, Any], startup_s: float) -> list[tup
         move_ms=3.0,
         mixed_chunk_ms=0.0,
     )
-    requests = [TraceRequest(at, plan.prompt_tokens, plan.output_tokens) for at in plan.arrivals()]
+    late_s = -tick_s % plan.interval_s
+    requests = [TraceRequest(at + late_s, plan.prompt_tokens, plan.output_tokens) for at in plan.arrivals()]
     cluster = Cluster(SimSetup(times, startup_s=startup_s, local_prefill=False), Planner(settings))
     cluster.run(requests)
-    return [(sample.at_s, *sample.targets) for sample in cluster.samples]
+    return [(sample.at_s - late_s, *sample.targets) for sample in cluster.samples]
 
 
 def agreement(
@@ -230,7 +234,7 @@ def measure(plan: Plan, real: bool, progress: Progress) -> dict[str, Any]:
         }
         if not real:
             startup_s = max((found.get("startup_s") or {}).values(), default=8.0)
-            simulated = foreseen(plan, deployed, startup_s)
+            simulated = foreseen(plan, deployed, startup_s, live[0][0])
             report["simulated_changes"] = changes(simulated)
             report["agreement"] = round(agreement(live, simulated, plan.interval_s), 3)
         return report
