@@ -176,8 +176,8 @@ def targets_of(history: list[dict[str, Any]], wall_s: float) -> list[tuple[float
 def foreseen(
     plan: Plan, deployed: dict[str, Any], startup_s: float, tick_s: float
 ) -> list[tuple[float, int, int]]:
-    """What the simulator wants for the same arrivals, if one of its ticks is at `tick_s`: how much of a step
-    of load a tick has seen decides what it orders."""
+    """What the simulator wants for the same arrivals when one of its ticks is at `tick_s`: what it orders
+    depends on how much of a step of load a tick has seen."""
     live = planner_settings(load_config(deployed["applications"][0]["args"]), LivePlanner())
     (variant,) = live.variants.values()
     settings = replace(live, variants={VARIANT: replace(variant, startup_s=startup_s)})
