@@ -113,9 +113,12 @@ class PeerLinks:
             task.add_done_callback(lambda done: self._connected(key, done))
         try:
             async with asyncio.timeout(deadline_s):
-                return await asyncio.shield(task)
+                peer = await asyncio.shield(task)
         except TimeoutError:
             raise TransferTimeout(f"{address}: not connected in {deadline_s:.1f} s") from None
+        if peer.link.closed:  # since the task ended: nobody would hear of it any more
+            raise PeerGone(f"{address}: link lost while connecting")
+        return peer
 
     def warm(self, peers: list[PeerAddress]) -> None:
         """Connect to owners ahead of the first hand-off; failures show when one is needed."""

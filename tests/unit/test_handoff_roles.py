@@ -11,6 +11,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from serving.kv.peer_link import Peer
 from serving.wire import Chunk, PeerAddress, Renew
 from tests.unit.handoff_fakes import OWNER, TOKEN, A, Pair, until
 
@@ -130,6 +131,24 @@ async def test_the_lease_is_kept_alive_while_there_is_no_room(pair: Pair) -> Non
     await until(lambda: any(isinstance(m, Renew) for link in pair.reader.links for m in link.sent))
     pair.reader.reserve([11])
     await pair.arrives()
+
+
+async def test_a_link_that_is_lost_as_soon_as_it_is_there(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its loss is told before the one who asked for it has had a turn."""
+    connect = pair.reader.peers._connect
+
+    async def connect_and_lose(address: str, epoch: int) -> Peer:
+        peer = await connect(address, epoch)
+        peer.link.close("cut")
+        return peer
+
+    monkeypatch.setattr(pair.reader.peers, "_connect", connect_and_lose)
+    pair.owner.accept(1)
+    pair.reader.accept()
+    await until(lambda: pair.reader.failed)
+    assert pair.reader.engine.cancelled == {A: False}
 
 
 async def test_a_refusal_right_after_a_chunk_whose_room_was_taken_back(pair: Pair) -> None:

@@ -154,7 +154,7 @@ async def test_a_peer_that_comes_and_goes_costs_no_descriptors(reader: KvIo) -> 
             return open_files(os.getpid()) + open_files(owner.process.pid)
 
         first = await come_and_go()
-        assert [await come_and_go() for _ in range(4)] == [first] * 4
+        assert max([await come_and_go() for _ in range(4)]) <= first
 
 
 async def test_a_kept_connection_that_broke_meanwhile_is_made_anew(reader: KvIo) -> None:
