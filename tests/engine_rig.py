@@ -242,3 +242,11 @@ def hand_over(source: Rig, target: Rig, attempt: int) -> None:
     token = chunks[-1].token
     assert token is not None
     target.scheduler.kv_arrived(AttemptId(attempt), token)
+
+
+def arrive(rig: Rig, attempt: int) -> None:
+    """The KV of a reserved attempt is here."""
+    seq = rig.scheduler.reserved(AttemptId(attempt))
+    assert seq is not None
+    rig.runner.write(seq, 0, len(seq.tokens))
+    rig.scheduler.kv_arrived(AttemptId(attempt), next_token(seq.tokens))

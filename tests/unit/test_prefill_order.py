@@ -15,7 +15,7 @@ from kvrouter.perf_model import PREFILL_REACH, LinearModel, PrefillModel
 from serving.engine.base import AttemptId, Mode, Work
 from serving.engine.prefill_order import FEWEST_SAMPLES, PrefillOrder
 from serving.engine.sequence import PrefillSlice, Sequence, StepPlan
-from tests.engine_rig import DECODE, LOCAL, PREFILL, Rig, continuation, next_token, prompt, work
+from tests.engine_rig import DECODE, LOCAL, PREFILL, Rig, arrive, continuation, prompt, work
 
 
 def first_tokens(rig: Rig) -> list[int]:
@@ -192,14 +192,6 @@ def test_nobody_takes_what_gathers_for_an_earlier_one(mode: Mode) -> None:
     assert list(rig.told.started)[:2] == [1, 2]
     assert (3 in rig.told.reserved) == (mode is DECODE)
     assert (3 in rig.told.started) == (mode is LOCAL)
-
-
-def arrive(rig: Rig, attempt: int) -> None:
-    """The KV of a reserved attempt is here."""
-    seq = rig.scheduler.reserved(AttemptId(attempt))
-    assert seq is not None
-    rig.runner.write(seq, 0, len(seq.tokens))
-    rig.scheduler.kv_arrived(AttemptId(attempt), next_token(seq.tokens))
 
 
 # ---------------------------------------------------------------- giving back

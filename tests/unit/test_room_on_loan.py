@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serving.engine.base import AttemptId, Mode, Reserved, Work
-from tests.engine_rig import DECODE, LOCAL, PREFILL, Rig, continuation, next_token, prompt, work
+from tests.engine_rig import DECODE, LOCAL, PREFILL, Rig, arrive, continuation, prompt, work
 
 SIZE = 8  # tokens of a block
-
-
-def arrive(rig: Rig, attempt: int) -> None:
-    """The KV of a reserved attempt is here."""
-    seq = rig.scheduler.reserved(AttemptId(attempt))
-    assert seq is not None
-    rig.runner.write(seq, 0, len(seq.tokens))
-    rig.scheduler.kv_arrived(AttemptId(attempt), next_token(seq.tokens))
 
 
 def reader(attempt: int, n_tokens: int, **changes: int) -> Work:
@@ -79,7 +71,6 @@ def test_what_is_in_use_is_not_taken_back(how: str) -> None:
         begin(rig, 1)
     else:
         arrive(rig, 1)
-        rig.scheduler.share(AttemptId(1), 1, 44, 100)  # nothing: only to look at it between two steps
     rig.submit(work(2, prompt(40, salt=2), LOCAL, max_tokens=1))
     rig.step()
     assert 2 not in rig.told.tokens
