@@ -25,7 +25,7 @@ class Request:
     target: tuple[Worker, int] | None = None
     cancelled: bool = False
     lost: bool = False  # neither side goes on with it: a frontend would compute it again
-    tried: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)  # sources of targets that failed or were dropped
 
     def look(self, rig: Rig) -> None:
         """Take in what the workers said."""
@@ -33,6 +33,7 @@ class Request:
         if self.target is not None and self.target[1] in ended:
             (end,) = ended[self.target[1]]
             if end.error is not None:
+                self.tried.append(self.way[-1][1])
                 self.target = None
         if self.target is not None and self.way[-1][1] in ended:
             if rig.frontend.outcome(self.way[-1][1]) == "moved":
@@ -41,7 +42,10 @@ class Request:
                 rig.cancel(*self.target)
             self.target = None
         if self.target is None and self.way[-1][1] in ended:  # the two sides' words come in any order
-            self.lost = self.lost or rig.frontend.outcome(self.way[-1][1]) == "moved"
+            (end,) = ended[self.way[-1][1]]
+            # It moved to a target that did not go on, and the next was asked for before that was known.
+            vain = end.error is not None and len(self.way) > 1 and self.way[-2][1] in self.tried
+            self.lost = self.lost or vain or rig.frontend.outcome(self.way[-1][1]) == "moved"
 
     def over(self, rig: Rig) -> bool:
         self.look(rig)
@@ -107,6 +111,7 @@ async def drop(rig: Rig, request: Request) -> None:
     await until(lambda: new not in target.host._owners)
     await until(lambda: attempt not in source.host.moves._moves)
     request.target = None
+    request.tried.append(attempt)
     if attempt in rig.frontend.ended and rig.frontend.outcome(attempt) == "moved":
         request.way.append((target, new))
         request.lost = True
